@@ -1,0 +1,51 @@
+"""A safetensors file as a :class:`~trtllm_b12x_fix.checkpoint.conventions.TensorSource`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trtllm_b12x_fix.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+class SafetensorsSource:
+    """Lazy access to one safetensors file; tensors are read one at a time.
+
+    Raises:
+        MissingDependencyError: the safetensors package is not importable.
+        InputError: the file is missing, truncated or not safetensors (a pickle is not).
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise MissingDependencyError(
+                "reading checkpoints needs the safetensors package: pip install safetensors"
+            ) from error
+        self._path = path
+        try:
+            self._file: Any = safe_open(str(path), framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}: not a readable safetensors file: {error}") from error
+        self._names = frozenset(self._file.keys())
+
+    @property
+    def name(self) -> str:
+        return self._path.name
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The file's own string metadata."""
+        return dict(self._file.metadata() or {})
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self._names
+
+    def get(self, tensor: str) -> Tensor:
+        result: Tensor = self._file.get_tensor(tensor)
+        return result

@@ -1,0 +1,63 @@
+"""``trtllm-b12x-fix SUBCOMMAND``: parse, call, exit code. 0 good, 1 finding, 2 unusable input."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from trtllm_b12x_fix import __version__
+from trtllm_b12x_fix.commands import COMMANDS
+from trtllm_b12x_fix.errors import B12xFixError
+
+EXIT_UNUSABLE = 2
+EXIT_INTERRUPTED = 130
+
+_EPILOG = "exit codes: 0 good, 1 a limit or finding, 2 input that cannot be used"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, with every subcommand of :data:`COMMANDS`."""
+    parser = argparse.ArgumentParser(
+        prog="trtllm-b12x-fix",
+        description="Exact NVFP4 mixture-of-experts scales for TensorRT-LLM's CUTEDSL (b12x) "
+        "backend: check a layer, and see what each way of passing scales costs.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
+    for command in COMMANDS:
+        child = subparsers.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.__doc__,
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(child)
+        child.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code and never shows a traceback for bad input."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except B12xFixError as error:
+        print(f"trtllm-b12x-fix: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    except KeyboardInterrupt:
+        print("trtllm-b12x-fix: interrupted; no report was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNUSABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

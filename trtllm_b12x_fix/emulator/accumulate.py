@@ -1,0 +1,76 @@
+"""From routed FC2 accumulators to one bf16 row per token, as each family adds them up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtllm_b12x_fix.emulator.arithmetic import OutputSum
+from trtllm_b12x_fix.errors import InputError
+
+
+def combine(
+    partials: Tensor,
+    alpha: Tensor,
+    weights: Tensor,
+    output_sum: OutputSum,
+    order_seed: int | None = None,
+) -> Tensor:
+    """Sum routed outputs.
+
+    Args:
+        partials: fp32 [T, K, S, H], FC2 accumulators per token, route and retained group of
+            slices (S is 1 where a family sums the whole intermediate in fp32).
+        alpha: fp32 [T, K], ``w2_alpha`` of each route's expert.
+        weights: fp32 [T, K], routing weights.
+        output_sum: which family's summation.
+        order_seed: order of atomic adds: ``None`` for slot order, an integer for a random order
+            per token drawn from that seed. Ignored by families with a fixed order.
+
+    Returns:
+        bf16 [T, H].
+
+    Raises:
+        InputError: a non-integer seed.
+    """
+    if order_seed is not None and not isinstance(order_seed, int):
+        raise InputError(f"order_seed must be an integer or None, got {order_seed!r}")
+    alpha_, weight_ = alpha[:, :, None, None], weights[:, :, None, None]
+    if output_sum is OutputSum.FP32:
+        return ((partials * alpha_) * weight_).sum(dim=(1, 2)).to(torch.bfloat16)
+    if output_sum is OutputSum.SINGLE_STORE:
+        return (partials * (alpha_ * weight_)).sum(dim=(1, 2)).to(torch.bfloat16)
+    if output_sum is OutputSum.BF16_ATOMICS:
+        terms = _bf16(_bf16(partials * alpha_) * weight_)
+    else:
+        terms = _bf16(_bf16(partials) * _bf16(alpha_ * weight_))
+    terms = terms.flatten(1, 2)
+    if output_sum is OutputSum.FP32_SLOTS:
+        return _slot_sum(terms).to(torch.bfloat16)
+    return _atomic_sum(terms, order_seed).to(torch.bfloat16)
+
+
+def _bf16(values: Tensor) -> Tensor:
+    return values.to(torch.bfloat16).to(torch.float32)
+
+
+def _slot_sum(terms: Tensor) -> Tensor:
+    total = torch.zeros_like(terms[:, 0])
+    for slot in range(terms.shape[1]):
+        total = total + terms[:, slot]
+    return total
+
+
+def _atomic_sum(terms: Tensor, order_seed: int | None) -> Tensor:
+    """bf16 adds into a zeroed row; each token's terms arrive in an order of their own."""
+    tokens, slots, _ = terms.shape
+    order = torch.arange(slots).expand(tokens, slots)
+    if order_seed is not None:
+        generator = torch.Generator().manual_seed(order_seed)
+        order = torch.rand(tokens, slots, generator=generator).argsort(dim=1)
+    order = order.to(terms.device)
+    rows = torch.arange(tokens, device=terms.device)
+    total = torch.zeros_like(terms[:, 0])
+    for step in range(slots):
+        total = _bf16(total + terms[rows, order[:, step]])
+    return total

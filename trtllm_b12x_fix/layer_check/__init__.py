@@ -1,0 +1,1 @@
+"""One layer: what each way of passing scales costs, measured against exact scales and the truth."""

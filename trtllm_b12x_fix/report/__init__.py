@@ -1,0 +1,1 @@
+"""Results as JSON, as a table for a terminal, and as a figure."""
