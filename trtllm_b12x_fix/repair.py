@@ -177,7 +177,8 @@ def bake(matrices: ExpertMatrices) -> Tensor:
 
     Returns:
         uint8 [E, R, C/16]. Subnormal products lose bits and those at or below 2^-10 become zero:
-        the bug. The cast does not saturate upstream either: a product above 464 becomes NaN.
+        the bug. Products above 448 (weights above 2688) are left to the installed torch's cast, as
+        upstream leaves them: NaN in older versions, 448 in 2.13.
     """
     exact = e4m3.decode(matrices.block_scale) * matrices.weight_scale_2[:, None, None]
     return exact.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from trtllm_b12x_fix.emulator.arithmetic import OutputSum
 from trtllm_b12x_fix.errors import InputError
+
+
+@dataclass(frozen=True)
+class Combined:
+    """One row per token, twice.
+
+    Attributes:
+        output: bf16 [T, H], added up as the family does.
+        unrounded: fp32 [T, H], the very same terms added in fp32. Comparing these keeps the
+            rounding of the family's adds out of an arm's error: once any term differs, that
+            rounding differs everywhere, in the same order too.
+    """
+
+    output: Tensor
+    unrounded: Tensor
 
 
 def combine(
@@ -15,7 +32,7 @@ def combine(
     weights: Tensor,
     output_sum: OutputSum,
     order_seed: int | None = None,
-) -> Tensor:
+) -> Combined:
     """Sum routed outputs.
 
     Args:
@@ -27,27 +44,27 @@ def combine(
         order_seed: order of atomic adds: ``None`` for slot order, an integer for a random order
             per token drawn from that seed. Ignored by families with a fixed order.
 
-    Returns:
-        bf16 [T, H].
-
     Raises:
         InputError: a non-integer seed.
     """
     if order_seed is not None and not isinstance(order_seed, int):
         raise InputError(f"order_seed must be an integer or None, got {order_seed!r}")
-    alpha_, weight_ = alpha[:, :, None, None], weights[:, :, None, None]
-    if output_sum is OutputSum.FP32:
-        return ((partials * alpha_) * weight_).sum(dim=(1, 2)).to(torch.bfloat16)
-    if output_sum is OutputSum.SINGLE_STORE:
-        return (partials * (alpha_ * weight_)).sum(dim=(1, 2)).to(torch.bfloat16)
-    if output_sum is OutputSum.BF16_ATOMICS:
-        terms = _bf16(_bf16(partials * alpha_) * weight_)
-    else:
-        terms = _bf16(_bf16(partials) * _bf16(alpha_ * weight_))
+    terms = _terms(partials, alpha[:, :, None, None], weights[:, :, None, None], output_sum)
     terms = terms.flatten(1, 2)
-    if output_sum is OutputSum.FP32_SLOTS:
-        return _slot_sum(terms).to(torch.bfloat16)
-    return _atomic_sum(terms, order_seed).to(torch.bfloat16)
+    unrounded = _slot_sum(terms)
+    if output_sum.has_random_order:
+        return Combined(_atomic_sum(terms, order_seed).to(torch.bfloat16), unrounded)
+    return Combined(unrounded.to(torch.bfloat16), unrounded)
+
+
+def _terms(partials: Tensor, alpha: Tensor, weight: Tensor, output_sum: OutputSum) -> Tensor:
+    if output_sum is OutputSum.FP32:
+        return (partials * alpha) * weight
+    if output_sum is OutputSum.SINGLE_STORE:
+        return partials * (alpha * weight)
+    if output_sum is OutputSum.BF16_ATOMICS:
+        return _bf16(_bf16(partials * alpha) * weight)
+    return _bf16(_bf16(partials) * _bf16(alpha * weight))
 
 
 def _bf16(values: Tensor) -> Tensor:

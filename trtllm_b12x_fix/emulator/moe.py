@@ -69,7 +69,8 @@ class MoETrace:
         intermediate: bf16 [T, K, I], the activation's output as rounded by every family.
         intermediate_quantized: its quantization, [T*K, I].
         fc2: fp32 [T, K, H], ``w2_alpha * accumulator`` over the whole intermediate.
-        output: bf16 [T, H].
+        output: bf16 [T, H], added up as the family does.
+        unrounded: fp32 [T, H], see :class:`trtllm_b12x_fix.emulator.accumulate.Combined`.
     """
 
     input: Quantized
@@ -78,6 +79,7 @@ class MoETrace:
     intermediate_quantized: Quantized
     fc2: Tensor
     output: Tensor
+    unrounded: Tensor
 
 
 def run(
@@ -112,9 +114,9 @@ def run(
         )
         partials = _fc2(tensors, inner, routing, arithmetic)
         alpha = tensors.w2_alpha[routing.expert_ids]
-        output = combine(partials, alpha, routing.weights, arithmetic.output_sum, order_seed)
+        rows_out = combine(partials, alpha, routing.weights, arithmetic.output_sum, order_seed)
         fc2 = partials.sum(dim=2) * alpha.unsqueeze(-1)
-    return MoETrace(quantized, fc1, intermediate, inner, fc2, output)
+    return MoETrace(quantized, fc1, intermediate, inner, fc2, rows_out.output, rows_out.unrounded)
 
 
 def _check(tensors: LaunchTensors, x: Tensor, routing: Routing) -> None:

@@ -36,7 +36,8 @@ E4M3_VALUES: tuple[float, ...] = tuple(_value(byte) for byte in range(256))
 def encode(values: Tensor) -> Tensor:
     """Round to the nearest E4M3 byte, ties to even, saturating at +-448.
 
-    torch's own cast does not saturate (465 becomes NaN), so the clamp comes first. NaN stays NaN.
+    torch's own cast saturates in 2.13 but made NaN of 465 in older versions, so the clamp comes
+    first. NaN stays NaN.
 
     Args:
         values: floating tensor of any shape; fp64 is rounded to fp32 first, as the kernels do.

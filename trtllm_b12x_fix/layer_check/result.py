@@ -27,7 +27,10 @@ class ArmResult:
     Attributes:
         family: kernel family that ran, ``None`` where decode leaves b12x.
         unavailable: why the arm has no numbers, empty when it has.
-        fidelity: output against the same arithmetic with exact scales, same summation order.
+        fidelity: against the same arithmetic with exact scales, the terms of the output added in
+            the same order in fp32 on both sides: the family's own rounding of its adds is noise
+            of the family, not an error of the arm.
+        output_distance: the same for the bf16 outputs as the family adds them up, one order.
         true_error: output against fp64 on dequantized weights and unquantized activations.
         published: output against the published direct-division reference with an fp32 sum.
         codes_differing: E2M1 codes that differ from the reference's in FC1's and FC2's input.
@@ -42,6 +45,7 @@ class ArmResult:
     family: KernelFamily | None
     unavailable: str = ""
     fidelity: Distance | None = None
+    output_distance: Distance | None = None
     true_error: Distance | None = None
     published: Distance | None = None
     codes_differing: int | None = None

@@ -86,6 +86,7 @@ def _arm(arm: ArmResult, noise: float | None) -> dict[str, Any]:
         "kernel": arm.family.value if arm.family else None,
         "unavailable": arm.unavailable or None,
         "fidelity": _distance(arm.fidelity),
+        "output_distance": _distance(arm.output_distance),
         "true_error": _distance(arm.true_error),
         "published": _distance(arm.published),
         "noise": number(noise),

@@ -271,7 +271,8 @@ def _own(result: LayerCheckResult) -> str:
 
 
 _LEGEND = (
-    "fidelity: against the same kernel's arithmetic with exact scales, summed in the same order. true error: "
+    "fidelity: against the same kernel's arithmetic with exact scales, the same terms in the same order, added in "
+    "fp32 on both sides. true error: "
     "against fp64 on the dequantized weights and unquantized activations. noise: two random orders of the kernel's "
     "own bf16 adds, never an arm's error. published: against b12x's reference (direct division, fp32 sum); how "
     "much of it is evaluation order and how much summation stands in the kernel's line."

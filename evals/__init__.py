@@ -1,0 +1,1 @@
+"""End-to-end A/B evaluation: scripts of this repository, not part of the installed package."""

@@ -1,0 +1,1 @@
+"""A package, so that `tests.benchmarks` and `tests.oracles` can be imported from anywhere here."""

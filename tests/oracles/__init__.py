@@ -1,0 +1,1 @@
+"""Other authors' code that the tests compare against; see fetch.py."""

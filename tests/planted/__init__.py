@@ -1,0 +1,1 @@
+"""Broken on purpose: every check of this repository must catch its own defect here."""
