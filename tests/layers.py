@@ -39,9 +39,7 @@ def make_layer(
     )
 
 
-def _inner_amax(
-    fc1: ExpertMatrices, expert: int, activation: Activation, tokens: Tensor
-) -> Tensor:
+def _inner_amax(fc1: ExpertMatrices, expert: int, activation: Activation, tokens: Tensor) -> Tensor:
     quantized = nvfp4.NVFP4Tensor(
         fc1.packed[expert], fc1.block_scale[expert], fc1.weight_scale_2[expert]
     )

@@ -51,12 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trtllm-b12x-fix: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
     except KeyboardInterrupt:
-        print("trtllm-b12x-fix: interrupted; no report was written", file=sys.stderr)
+        print(
+            "trtllm-b12x-fix: interrupted; unfinished reports were not written",
+            file=sys.stderr,
+        )
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return EXIT_UNUSABLE
+    except OSError as error:
+        # Standard output on a full disk: without this, exit code 1 would read as a finding.
+        _discard_output()
+        print(f"trtllm-b12x-fix: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

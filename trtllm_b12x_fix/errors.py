@@ -6,6 +6,9 @@ not an error and ends with exit code 1.
 
 from __future__ import annotations
 
+#: Shown wherever a figure is asked for without matplotlib.
+MATPLOTLIB_MISSING = "--plot needs matplotlib: pip install 'trtllm-b12x-fix[cli]'"
+
 
 class B12xFixError(Exception):
     """Base of every error this package raises on purpose."""

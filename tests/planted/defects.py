@@ -71,9 +71,7 @@ DEFECTS = (
     Defect("w1_alpha lost", _lose_alpha("w1_alpha"), Stage.FC1),
     Defect("w2_alpha lost", _lose_alpha("w2_alpha"), Stage.FC2),
     Defect("scales still swizzled", _still_swizzled, Stage.FC1),
-    Defect(
-        "input scale reciprocal", _reciprocal("input_global_scale"), Stage.INPUT_QUANTIZATION
-    ),
+    Defect("input scale reciprocal", _reciprocal("input_global_scale"), Stage.INPUT_QUANTIZATION),
     Defect(
         "FC2 input scale reciprocal",
         _reciprocal("fc2_input_scale"),

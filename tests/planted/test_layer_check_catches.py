@@ -32,9 +32,7 @@ def test_defect_is_named(monkeypatch, defect, activation, version):
     assert sound.results[0].first_divergence is None
 
     launch = KernelArguments.launch
-    monkeypatch.setattr(
-        KernelArguments, "launch", lambda self, of: defect.apply(launch(self, of))
-    )
+    monkeypatch.setattr(KernelArguments, "launch", lambda self, of: defect.apply(launch(self, of)))
     broken = check(subject, chosen, (Gate(Arm.FIX),), lambda _: None)
     assert broken.results[0].first_divergence is defect.stage
     assert broken.results[0].fidelity.relative_rms > 0

@@ -72,12 +72,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("activation", "hidden", "intermediate", "seed", "per_expert"), CASES)
-def test_every_activation_code_is_equal(
-    b12x, activation, hidden, intermediate, seed, per_expert
-):
-    layer = make_layer(
-        activation, experts=6, hidden=hidden, intermediate=intermediate, seed=seed
-    )
+def test_every_activation_code_is_equal(b12x, activation, hidden, intermediate, seed, per_expert):
+    layer = make_layer(activation, experts=6, hidden=hidden, intermediate=intermediate, seed=seed)
     s1, s2 = layer.fc1.input_scale, layer.fc2.input_scale
     launch = reference.exact_launch(layer, *((s1, s2) if per_expert else (s1.max(), s2.max())))
     x, routing = make_inputs(layer, tokens=5, top_k=3, seed=seed + 10)

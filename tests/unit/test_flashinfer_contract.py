@@ -155,6 +155,7 @@ def test_an_unknown_version_is_refused_before_its_files_are_read(tmp_path, versi
         ),
         ("0.6.18", DISPATCH, r"^_MICRO_MAX_TOKENS = 8", "", "micro_max_tokens"),
         ("0.6.18", STATIC, r"(self\.fast_math = .*) and self\.is_gated", r"\1", "quantizer"),
+        ("0.6.18", STATIC, r"(self\.fast_math = .*and self)\.is_gated", r"\1.other", "quantizer"),
         ("0.6.16", FP4_COMMON, r"ex2\.approx", "ex2.exact", "quantizer"),
         ("0.6.16", FP4_COMMON, r"def fp8_e4m3_to_f32\b", "def other", "fp8_e4m3_to_f32"),
         ("0.7.2", STATIC, r"def finalize_kernel\b", "def other", "static_output"),

@@ -121,9 +121,7 @@ def test_moving_the_magnitude_changes_no_bit(activation, k):
     moved = move_magnitude(layer, k)
     moved_x = torch.ldexp(x, torch.tensor(k)).to(torch.bfloat16)
     assert torch.equal(moved_x.double(), x.double() * 2.0**k)
-    assert torch.equal(
-        reference.truth(moved, moved_x, routing), reference.truth(layer, x, routing)
-    )
+    assert torch.equal(reference.truth(moved, moved_x, routing), reference.truth(layer, x, routing))
     run = [
         moe.run(
             reference.exact_launch(one, one.fc1.input_scale.max(), one.fc2.input_scale.max()),

@@ -36,7 +36,10 @@ def synthetic(activation=Activation.RELU2, tokens=16, top_k=4, **sizes) -> Layer
     return LayerInput(layer, x, routing, "synthetic")
 
 
-def run(subject, chosen, limits=(Gate(Arm.FIX),)):
+FIX_GATE = (Gate(Arm.FIX),)
+
+
+def run(subject, chosen, limits=FIX_GATE):
     return check(subject, chosen, limits, lambda _: None)
 
 
@@ -76,22 +79,29 @@ def test_the_embedded_layer_shows_the_bug_and_the_repair(embedded):
 
 
 @pytest.mark.parametrize("version", ["0.6.16", "0.6.18", "0.7.2", "0.7.4"])
-def test_true_error_of_the_fix_is_the_references_at_every_row_count(version):
-    # Large enough that 12 flipped codes at one row are not a tenth of the result.
-    subject = synthetic(top_k=8, hidden=768, intermediate=1024)
+def test_true_error_of_the_repair_is_the_references_at_every_row_count(version):
+    # Large enough that a dozen flipped codes at one row are not a tenth of the result.
+    subject = synthetic(top_k=8, hidden=1024, intermediate=1024)
     rows = (1, 2, 4, 8, 16)
     result = run(subject, settings(version, rows, (Arm.FIX, Arm.FP32_RESCALE, Arm.BAKED)))
-    assert result.verdict is Verdict.GOOD
     for count in rows:
+        baked = cell(result, Arm.BAKED, count)
         for arm in (Arm.FIX, Arm.FP32_RESCALE):
-            repaired, baked = cell(result, arm, count), cell(result, Arm.BAKED, count)
+            repaired = cell(result, arm, count)
             exact = next(
                 f for f in result.families if (f.rows, f.family) == (count, repaired.family)
             )
             ratio = repaired.true_error.relative_rms / exact.true_error.relative_rms
             assert abs(ratio - 1) < 0.02
-            assert repaired.fidelity.relative_rms < 0.025
             assert baked.fidelity.relative_rms > 4 * repaired.fidelity.relative_rms
+
+
+@pytest.mark.parametrize("version", ["0.6.16", "0.7.4"])
+def test_fp32_rescale_costs_what_two_bf16_roundings_cost(version):
+    """About 2.2%: 2% of block scales and 0.3% of codes flip. Half a million codes pin it down."""
+    subject = synthetic(top_k=8, tokens=64, hidden=512, intermediate=1024)
+    result = run(subject, settings(version, (64,), (Arm.FP32_RESCALE,)), ())
+    assert 0.019 < cell(result, Arm.FP32_RESCALE, 64).fidelity.relative_rms < 0.025
 
 
 def test_noise_is_the_kernels_and_never_the_arms():

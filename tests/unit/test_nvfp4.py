@@ -6,7 +6,6 @@ The comparison with an nvidia-modelopt export, code for code, is in test_modelop
 from __future__ import annotations
 
 import numpy as np
-
 import pytest
 import torch
 

@@ -68,9 +68,7 @@ EVERYWHERE = [
     and not (version == "0.6.16" and family is KernelFamily.DIRECT_MICRO)
 ]
 SEPARATE = [
-    case
-    for case in EVERYWHERE
-    if contract_for(case[1]).input_scale is InputScaleArgument.SEPARATE
+    case for case in EVERYWHERE if contract_for(case[1]).input_scale is InputScaleArgument.SEPARATE
 ]
 RELU2 = [case for case in EVERYWHERE if case[0] is Activation.RELU2]
 

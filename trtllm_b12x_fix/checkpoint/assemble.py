@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trtllm_b12x_fix.checkpoint.conventions import QuantizedLinear, TensorSource, read_linear
-from trtllm_b12x_fix.errors import ScaleError
+from trtllm_b12x_fix.errors import InputError, ScaleError, ShapeError
 from trtllm_b12x_fix.layer import Activation, ExpertMatrices, MoELayer, validate
 
 
@@ -21,6 +21,8 @@ def assemble(
         InputError, ShapeError, ScaleError: see :func:`read_linear` and
             :func:`trtllm_b12x_fix.layer.validate`; gate and up whose weight_scale_2 differ.
     """
+    if experts < 1:
+        raise InputError(f"{source.name}: {prefix}: a layer has at least one expert")
     firsts, seconds = [], []
     for expert in range(experts):
         base = f"{prefix}.{expert}"
@@ -30,6 +32,12 @@ def assemble(
         else:
             firsts.append(up)
         seconds.append(read_linear(source, f"{base}.down_proj"))
+        for name, mine in (("first projection", firsts), ("down_proj", seconds)):
+            if mine[-1].packed.shape != mine[0].packed.shape:
+                raise ShapeError(
+                    f"{source.name}: {base}: {name} has codes {tuple(mine[-1].packed.shape)}, "
+                    f"expert 0 has {tuple(mine[0].packed.shape)}"
+                )
     fc1, fc2 = _stack(firsts), _stack(seconds)
     layer = MoELayer(fc1, fc2, activation, description, fc1.columns, fc2.columns)
     validate(layer)
@@ -41,6 +49,11 @@ def _fuse(up: QuantizedLinear, gate: QuantizedLinear, base: str, file: str) -> Q
         raise ScaleError(
             f"{file}: {base}: weight_scale_2 of gate_proj ({float(gate.weight_scale_2):.6g}) and "
             f"up_proj ({float(up.weight_scale_2):.6g}) differ; a fused FC1 has one"
+        )
+    if up.packed.shape != gate.packed.shape:
+        raise ShapeError(
+            f"{file}: {base}: gate_proj {tuple(gate.packed.shape)} and up_proj "
+            f"{tuple(up.packed.shape)} must have one shape"
         )
     return QuantizedLinear(
         torch.cat([up.packed, gate.packed]),

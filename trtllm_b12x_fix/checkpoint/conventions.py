@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trtllm_b12x_fix.errors import InputError, ScaleError, ShapeError
-from trtllm_b12x_fix.formats.e4m3 import as_e4m3
+from trtllm_b12x_fix.formats.e4m3 import NAN_BYTES
 from trtllm_b12x_fix.formats.nvfp4 import BLOCK
 
 
@@ -98,7 +98,12 @@ def read_linear(source: TensorSource, prefix: str) -> QuantizedLinear:
         raise InputError(
             f"{source.name}: {prefix}.{names.packed} must hold packed FP4 as U8, got {packed.dtype}"
         )
-    block_scale = as_e4m3(_get(source, f"{prefix}.{names.block_scale}")).view(torch.uint8)
+    if packed.dim() != 2 or packed.shape[1] * 2 % BLOCK:
+        raise ShapeError(
+            f"{source.name}: {prefix}.{names.packed} must be [rows, columns / 2] with columns a "
+            f"multiple of {BLOCK}, got {tuple(packed.shape)}"
+        )
+    block_scale = _block_scale(source, f"{prefix}.{names.block_scale}")
     if block_scale.shape != (packed.shape[0], packed.shape[1] * 2 // BLOCK):
         raise ShapeError(
             f"{source.name}: {prefix}: {names.packed} {tuple(packed.shape)} needs "
@@ -113,6 +118,20 @@ def read_linear(source: TensorSource, prefix: str) -> QuantizedLinear:
     )
 
 
+def _block_scale(source: TensorSource, tensor: str) -> Tensor:
+    scales = _get(source, tensor)
+    if scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise InputError(f"{source.name}: {tensor} must be F8_E4M3 or U8, got {scales.dtype}")
+    scales = scales.view(torch.uint8)
+    nan = (scales == NAN_BYTES[0]) | (scales == NAN_BYTES[1])
+    for bad, word in ((nan, "NaN"), (scales >= 0x80, "negative")):
+        if bool(bad.any()):
+            where = bad.nonzero()[0].tolist()
+            byte = int(scales[tuple(where)])
+            raise ScaleError(f"{source.name}: {tensor} is {word} at {where} (byte 0x{byte:02x})")
+    return scales
+
+
 def _get(source: TensorSource, tensor: str) -> Tensor:
     if not source.has(tensor):
         raise InputError(f"{source.name}: tensor {tensor} is missing")
@@ -120,11 +139,17 @@ def _get(source: TensorSource, tensor: str) -> Tensor:
 
 
 def _multiplier(source: TensorSource, tensor: str, dialect: Dialect) -> Tensor:
-    value = _get(source, tensor).to(torch.float32).reshape(-1)
+    stored = _get(source, tensor)
+    if stored.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise InputError(f"{source.name}: {tensor} must be floating, got {stored.dtype}")
+    value = stored.to(torch.float32).reshape(-1)
     if value.numel() != 1:
         raise ShapeError(f"{source.name}: {tensor} must be one number, got {value.numel()}")
-    if not bool(torch.isfinite(value).all() and (value > 0).all()):
+    multiplier = 1.0 / value if dialect is Dialect.COMPRESSED_TENSORS else value
+    if not bool(
+        (torch.isfinite(value) & (value > 0) & torch.isfinite(multiplier) & (multiplier > 0)).all()
+    ):
         raise ScaleError(
             f"{source.name}: {tensor} is {float(value)!r}; it must be positive and finite"
         )
-    return (1.0 / value if dialect is Dialect.COMPRESSED_TENSORS else value).reshape(())
+    return multiplier.reshape(())

@@ -29,6 +29,7 @@ class SafetensorsSource:
             ) from error
         self._path = path
         try:
+            self._error = SafetensorError
             self._file: Any = safe_open(str(path), framework="pt")
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}: not a readable safetensors file: {error}") from error
@@ -47,5 +48,8 @@ class SafetensorsSource:
         return tensor in self._names
 
     def get(self, tensor: str) -> Tensor:
-        result: Tensor = self._file.get_tensor(tensor)
+        try:
+            result: Tensor = self._file.get_tensor(tensor)
+        except self._error as error:
+            raise InputError(f"{self.name}: tensor {tensor} cannot be read: {error}") from error
         return result

@@ -15,11 +15,16 @@ arms
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from typing import TYPE_CHECKING
 
 from trtllm_b12x_fix.commands.progress import ProgressLine
-from trtllm_b12x_fix.errors import InputError, MissingDependencyError
+from trtllm_b12x_fix.errors import (
+    MATPLOTLIB_MISSING,
+    InputError,
+    MissingDependencyError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flashinfer",
         metavar="VERSION",
-        help="FlashInfer version whose kernels to emulate (default: the installed one, else 0.6.18)",
+        help="FlashInfer version to emulate (default: the installed one, else 0.6.18)",
     )
     parser.add_argument(
         "--input-scales",
@@ -80,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=_seed,
         default=0,
         metavar="N",
         help="order of atomic adds in families that have them (default: 0)",
@@ -104,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         B12xFixError: input that cannot be used.
     """
+    _check_targets(args)
     progress = ProgressLine(NAME, quiet=args.quiet)
     with progress:
         progress("loading torch")
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     _report(args, result)
     from trtllm_b12x_fix.layer_check.result import Verdict
 
-    return 0 if result.verdict is Verdict.GOOD else 1
+    return 1 if result.verdict is Verdict.FINDING else 0
 
 
 def _check(args: argparse.Namespace, progress: ProgressLine) -> LayerCheckResult:
@@ -135,6 +141,19 @@ def _check(args: argparse.Namespace, progress: ProgressLine) -> LayerCheckResult
     )
     gates = _gates(args.gate, arms)
     return check(subject.to(device), settings, gates, progress, own.to(device))
+
+
+def _check_targets(args: argparse.Namespace) -> None:
+    from trtllm_b12x_fix.report import files
+
+    # Found out now, not after the run.
+    if args.plot == files.STDOUT == args.json:
+        raise InputError("--json - and --plot -: only one report fits standard output")
+    for target in (args.plot, args.json):
+        if target:
+            files.check_writable(target)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError(MATPLOTLIB_MISSING)
 
 
 def _report(args: argparse.Namespace, result: LayerCheckResult) -> None:
@@ -193,9 +212,7 @@ def _chosen_arms(names: tuple[str, ...] | None, activation: Activation) -> tuple
     return tuple(Arm(name) for name in names)
 
 
-def _gates(
-    gates: list[tuple[str, float]] | None, arms: tuple[Arm, ...]
-) -> tuple[Gate, ...]:
+def _gates(gates: list[tuple[str, float]] | None, arms: tuple[Arm, ...]) -> tuple[Gate, ...]:
     from trtllm_b12x_fix.layer_check.arms import Arm
     from trtllm_b12x_fix.layer_check.result import Gate
 
@@ -227,6 +244,13 @@ def _rows(text: str) -> tuple[int, ...]:
     if any(row < 1 for row in rows) or len(set(rows)) != len(rows):
         raise argparse.ArgumentTypeError(f"{text!r}: row counts must be positive and distinct")
     return rows
+
+
+def _seed(text: str) -> int:
+    # The check also uses seed + 1, and torch takes 64 signed bits.
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 0 to 10^18 - 1")
+    return int(text)
 
 
 def _arms(text: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ class ProgressLine:
 
     def __init__(self, name: str, *, quiet: bool) -> None:
         self._name = name
-        self._active = not quiet and sys.stderr.isatty()
+        self._active = not quiet and sys.stderr is not None and sys.stderr.isatty()
         self._start = time.monotonic()
 
     def __enter__(self) -> ProgressLine:

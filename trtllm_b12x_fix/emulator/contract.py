@@ -80,7 +80,13 @@ class GatedDynamic(enum.Enum):
 
 @dataclass(frozen=True)
 class Shape:
-    """What the dispatch looks at. ``intermediate`` is the size before padding to 128."""
+    """What the dispatch looks at.
+
+    Attributes:
+        intermediate: size before padding to 128.
+        graph_capacity: ``max_num_tokens`` of a CUDA-graph wrapper, whose dynamic workspace fixes
+            the tile of every call; ``None`` without CUDA graphs.
+    """
 
     tokens: int
     top_k: int
@@ -88,6 +94,7 @@ class Shape:
     intermediate: int
     experts: int
     activation: Activation
+    graph_capacity: int | None = None
 
     @property
     def routed_rows(self) -> int:
@@ -203,18 +210,26 @@ class KernelContract:
     def _output_sum(self, family: KernelFamily, shape: Shape) -> tuple[OutputSum, int]:
         if family is KernelFamily.STATIC and self.static_output is OutputSum.FP32_SLOTS:
             return OutputSum.FP32_SLOTS, 2
-        if family is KernelFamily.DYNAMIC and self._retains_slices(shape):
-            return OutputSum.BF16_ATOMICS_RETAINED, shape.padded_intermediate // TILE
+        if family is KernelFamily.DYNAMIC and self.retains_slices(shape):
+            # Above 256 tokens (no decode step) a mix of 2 and all slices, by grid size.
+            slices = shape.padded_intermediate // TILE
+            retained = min(2, slices) if shape.tokens <= 256 else slices
+            return OutputSum.BF16_ATOMICS_RETAINED, retained
         return OutputSum.BF16_ATOMICS, 1
 
-    def _retains_slices(self, shape: Shape) -> bool:
-        """The gated dynamic kernel needs a 128-row M tile: dense routing (96 rows an expert)."""
+    def retains_slices(self, shape: Shape) -> bool:
+        """Whether dynamic is the gated kernel: it needs a 128-row M tile, so dense routing.
+
+        The tile follows the rows per expert of the call, or of a CUDA-graph wrapper's capacity.
+        """
+        tile_rows = (shape.graph_capacity or shape.tokens) * shape.top_k
         return (
             self.gated_dynamic is GatedDynamic.RETAINED
             and shape.activation.is_gated
             and shape.padded_intermediate <= 512
-            and shape.routed_rows >= 96 * shape.experts
+            and tile_rows >= 96 * shape.experts
             and shape.top_k <= 16
+            and shape.hidden <= 16384
         )
 
 
@@ -245,17 +260,19 @@ _V0_7_0 = replace(
     static_output=OutputSum.FP32_SLOTS,
 )
 _V0_7_2 = replace(_V0_7_0, version="0.7.2", direct_micro=DirectMicro.DIVIDES)
+_QWEN_EXCEPTION = (
+    "static takes 1792 rows of 256 experts, top-8, hidden 2048, intermediate 512, SwiGLU, 110 SMs, "
+    "wrapper capacity of 8192 tokens"
+)
 _V0_7_4 = replace(
     _V0_7_2,
     version="0.7.4",
     static_band=StaticBand.PER_EXPERT,
     exceptions=(
         "SM120 takes direct micro below 65 routed rows, not 32",
-        "direct micro takes 4 tokens of the 512-expert, top-10, hidden 2560, intermediate 320, "
-        "SwiGLU shape",
+        "direct micro takes 4 tokens of 512 experts, top-10, hidden 2560, intermediate 320, SwiGLU",
         "static takes 17 rows per expert for gated intermediates of 257 to 384 with top-k above 1",
-        "static takes 1792 rows of the 256-expert, top-8, hidden 2048, intermediate 512, SwiGLU "
-        "shape on 110 SMs with a wrapper capacity of 8192 tokens",
+        _QWEN_EXCEPTION,
     ),
 )
 

@@ -195,7 +195,8 @@ def _groups(intermediate: int, arithmetic: Arithmetic) -> list[slice]:
     if arithmetic.output_sum in (OutputSum.FP32, OutputSum.SINGLE_STORE):
         return [slice(0, intermediate)]
     width = SLICE * arithmetic.retained_slices
-    return [slice(start, min(start + width, intermediate)) for start in range(0, intermediate, width)]
+    starts = range(0, intermediate, width)
+    return [slice(start, min(start + width, intermediate)) for start in starts]
 
 
 def _fc2(

@@ -10,7 +10,9 @@ from trtllm_b12x_fix.formats import nvfp4
 from trtllm_b12x_fix.layer import Activation, MoELayer
 
 
-def exact_launch(layer: MoELayer, fc1_input_scale: Tensor, fc2_input_scale: Tensor) -> LaunchTensors:
+def exact_launch(
+    layer: MoELayer, fc1_input_scale: Tensor, fc2_input_scale: Tensor
+) -> LaunchTensors:
     """The launch a correct backend makes: intact block scales, global scales in the alphas.
 
     Args:
@@ -48,9 +50,10 @@ def truth(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
 
 def _dequantize(layer: MoELayer, expert: int, which: str) -> Tensor:
     matrices = layer.fc1 if which == "fc1" else layer.fc2
-    return nvfp4.operand(
-        matrices.packed[expert], matrices.block_scale[expert], torch.float64
-    ) * matrices.weight_scale_2[expert].double()
+    return (
+        nvfp4.operand(matrices.packed[expert], matrices.block_scale[expert], torch.float64)
+        * matrices.weight_scale_2[expert].double()
+    )
 
 
 def _activate(h: Tensor, activation: Activation) -> Tensor:

@@ -50,7 +50,8 @@ def encode(values: Tensor) -> Tensor:
     """
     if not values.is_floating_point():
         raise InputError(f"E4M3 encoding needs a floating tensor, got {values.dtype}")
-    return values.to(torch.float32).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    clamped = values.to(torch.float32).clamp(-E4M3_MAX, E4M3_MAX)
+    return clamped.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def decode(bytes_: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -40,11 +40,14 @@ def installed_contract() -> KernelContract | None:
             under its version; the message names version, symbol and way out.
     """
     spec = importlib.util.find_spec("flashinfer")
-    if spec is None or not spec.submodule_search_locations:
+    # A namespace package (origin None) is a mere folder of that name, such as a checkout.
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
     try:
         version = metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError as error:
+        if not version:  # METADATA without the line
+            raise metadata.PackageNotFoundError(DISTRIBUTION)
+    except (metadata.PackageNotFoundError, KeyError) as error:
         raise UnsupportedVersionError(
             f"flashinfer is importable but {DISTRIBUTION} has no metadata, so its version is "
             "unknown; name a version with --flashinfer"
@@ -64,7 +67,9 @@ def read_contract(package: Path, version: str) -> KernelContract:
             table.
     """
     known = contract_for(version)
-    found = _features(_Sources(package, version))
+    sources = _Sources(package, version)
+    found = _features(sources)
+    _check_figures(sources)
     for field in fields(found):
         expected, actual = getattr(known, field.name), getattr(found, field.name)
         if expected != actual:
@@ -74,6 +79,25 @@ def read_contract(package: Path, version: str) -> KernelContract:
                 "build?). Use an unpatched build, or name the version to emulate with --flashinfer."
             )
     return replace(known, origin=ContractOrigin.INSTALLED)
+
+
+#: Figures of moe_dispatch.py that KernelContract's selection has built in, where they exist.
+_FIGURES = {
+    "_MICRO_COMPACT_CUTOVER_PAIRS": 20,
+    "_MICRO_COMPACT_CUTOVER_PAIRS_MULTI_TOPK": 40,
+    "_DIRECT_MICRO_CUTOVER_PAIRS": 32,
+    "_DIRECT_MICRO_MAX_N": 512,
+    "_STATIC_COMPACT_CUTOVER_PAIRS_NVFP4_DEFAULT": 1024,
+    "_STATIC_COMPACT_CUTOVER_ROWS_PER_EXPERT": 8,
+    "_STATIC_COMPACT_CUTOVER_ROWS_PER_EXPERT_PADDED": 16,
+}
+
+
+def _check_figures(sources: _Sources) -> None:
+    for name, expected in _FIGURES.items():
+        actual = sources.constant(name)
+        if actual is not None and actual != expected:
+            raise sources.missing(f"{name} = {expected} (moe_dispatch.py has {actual})")
 
 
 def _show(value: object) -> str:
@@ -112,11 +136,14 @@ class _Sources:
     def text(self, path: Path) -> str:
         try:
             return (self._package / path).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise self.missing(str(path)) from error
 
     def tree(self, path: Path) -> ast.Module:
-        return ast.parse(self.text(path))
+        try:
+            return ast.parse(self.text(path))
+        except (SyntaxError, ValueError) as error:
+            raise self.missing(f"Python source in {path}") from error
 
     @cached_property
     def dispatch(self) -> ast.Module:

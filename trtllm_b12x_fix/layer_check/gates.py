@@ -24,9 +24,7 @@ def apply(gate: Gate, results: tuple[ArmResult, ...]) -> GateOutcome:
         return GateOutcome(gate.arm, limit, math.nan, 0, False, "the arm was not run")
     for result in mine:
         if result.fidelity is None:
-            return GateOutcome(
-                gate.arm, limit, math.nan, result.rows, False, result.unavailable
-            )
+            return GateOutcome(gate.arm, limit, math.nan, result.rows, False, result.unavailable)
     worst = max(mine, key=_badness)
     error = worst.fidelity.relative_rms if worst.fidelity else math.nan
     passed = error <= limit
@@ -38,7 +36,9 @@ def apply(gate: Gate, results: tuple[ArmResult, ...]) -> GateOutcome:
 
 
 def verdict(outcomes: tuple[GateOutcome, ...]) -> Verdict:
-    """Good only if every gate passed."""
+    """Good only if there are gates and every one passed."""
+    if not outcomes:
+        return Verdict.UNGATED
     return Verdict.GOOD if all(outcome.passed for outcome in outcomes) else Verdict.FINDING
 
 

@@ -14,10 +14,12 @@ from trtllm_b12x_fix.repair import InputScales, Strategy
 
 
 class Verdict(enum.Enum):
-    """Outcome of a check: exit code 0 or 1."""
+    """Outcome of a check; a finding ends with exit code 1, the others with 0."""
 
     GOOD = "good"
     FINDING = "finding"
+    #: no arm was held against a limit: figures only
+    UNGATED = "ungated"
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _family(family: FamilyResult) -> dict[str, Any]:
 def _gate(gate: GateOutcome) -> dict[str, Any]:
     return {
         "arm": gate.arm.value,
-        "limit": gate.limit,
+        "limit": number(gate.limit),
         "worst": number(gate.worst),
         "worst_rows": gate.worst_rows or None,
         "passed": gate.passed,

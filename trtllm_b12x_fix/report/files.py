@@ -22,16 +22,51 @@ def write(target: str, text: str) -> None:
         InputError: the folder is missing or not writable.
     """
     if target == STDOUT:
-        sys.stdout.write(text)
+        _print(text)
         return
-    path = Path(target)
+    # A link is followed: renaming onto it would replace the link and leave the file behind.
+    path = Path(os.path.realpath(target))
     try:
         # Checked here: renaming onto a folder would fail with a less helpful error.
         if path.is_dir():
             raise InputError(f"cannot write {target}: it is a folder")
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        if path.exists() and not path.is_file():
+            # A pipe or a device (/dev/null) is written to: renaming would replace it.
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path, text)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}") from error
+    except UnicodeEncodeError as error:
+        raise InputError(f"cannot write {target}: {error}") from error
+
+
+def check_writable(target: str) -> None:
+    """Find out before a long run what :func:`write` would find out after it.
+
+    Raises:
+        InputError: the target is a folder, or its folder is missing or not writable.
+    """
+    path = Path(target)
+    if target == STDOUT:
+        return
+    if path.is_dir():
+        raise InputError(f"cannot write {target}: it is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {target}: No such file or directory")
+    if not os.access(path.parent, os.W_OK) and not path.exists():
+        raise InputError(f"cannot write {target}: Permission denied")
+
+
+def _print(text: str) -> None:
+    if sys.stdout is None:
+        raise InputError("cannot write -: standard output is closed")
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)

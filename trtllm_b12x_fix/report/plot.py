@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from typing import Any
 
-from trtllm_b12x_fix.errors import MissingDependencyError
+from trtllm_b12x_fix.errors import MATPLOTLIB_MISSING, MissingDependencyError
 from trtllm_b12x_fix.layer_check.arms import Arm
 from trtllm_b12x_fix.layer_check.result import LayerCheckResult
+from trtllm_b12x_fix.report.text import printable
 
 # Okabe-Ito colours: told apart by colour-blind readers and in grey print.
 _COLOURS = {
@@ -30,9 +32,7 @@ def to_svg(result: LayerCheckResult) -> str:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError(
-            "--plot needs matplotlib: pip install 'trtllm-b12x-fix[cli]'"
-        ) from error
+        raise MissingDependencyError(MATPLOTLIB_MISSING) from error
     # A fixed salt and no date make the file depend on the figures alone.
     with mpl.rc_context({"svg.hashsalt": "trtllm-b12x-fix", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -40,10 +40,13 @@ def to_svg(result: LayerCheckResult) -> str:
         _fidelity(left, result)
         _true_error(right, result)
         # "$" starts mathematics in matplotlib's text; a file's name may hold one.
-        title = result.source.replace("$", r"\$")
-        figure.suptitle(f"{title}\nFlashInfer {result.flashinfer}, emulated", fontsize=10)
+        title = f"{printable(result.source)}\nFlashInfer {printable(result.flashinfer)}, emulated"
+        figure.suptitle(title.replace("$", r"\$"), fontsize=10)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        with warnings.catch_warnings():
+            # Text stays text in the SVG: the viewer's fonts count, not those found here.
+            warnings.filterwarnings("ignore", "Glyph", UserWarning)
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import textwrap
 
+from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.layer_check.arms import Arm
 from trtllm_b12x_fix.layer_check.result import (
     ArmResult,
@@ -14,9 +14,9 @@ from trtllm_b12x_fix.layer_check.result import (
     Verdict,
 )
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
+from trtllm_b12x_fix.report.text import bullet, grid, labelled, paragraph, percent, printable, span
 
-_WIDTH = 110
-_LABEL = 9
+Noise = dict[tuple[int, KernelFamily], float]
 
 
 def render(result: LayerCheckResult) -> str:
@@ -26,19 +26,6 @@ def render(result: LayerCheckResult) -> str:
         parts.append(_own(result))
     parts.append(_footnotes(result))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def percent(value: float) -> str:
-    """A fraction as percent, with enough digits to tell small ones apart."""
-    if math.isnan(value):
-        return "not finite"
-    if math.isinf(value):
-        return "infinite"
-    if value == 0:
-        return "0"
-    if value < 0.0001:
-        return f"{100 * value:.1e}%"
-    return f"{100 * value:.2f}%" if value < 0.1 else f"{100 * value:.1f}%"
 
 
 def _header(result: LayerCheckResult) -> str:
@@ -53,36 +40,36 @@ def _header(result: LayerCheckResult) -> str:
         )
     return "\n".join(
         [
-            _labelled("layer", result.source),
-            _labelled(
+            labelled("layer", result.source),
+            labelled(
                 "",
                 f"hidden {shape['hidden']}, intermediate {shape['intermediate']}{padding}, "
                 f"{shape['experts']} experts, top-{shape['top_k']}, {shape['activation']}",
             ),
-            _labelled("inputs", f"{result.inputs}; {result.input_scales.value} input scales"),
-            _labelled(
+            labelled("inputs", f"{result.inputs}; {result.input_scales.value} input scales"),
+            labelled(
                 "kernels",
                 f"FlashInfer {result.flashinfer} ({result.contract_origin}), EMULATED on "
                 f"{result.device}: no FP4 kernel ran",
             ),
-            _labelled("fix", result.plan),
+            labelled("fix", result.plan),
         ]
     )
 
 
-def _labelled(label: str, text: str) -> str:
-    indent = " " * _LABEL
-    return textwrap.fill(
-        text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=indent
-    )
-
-
 def _answer(result: LayerCheckResult) -> str:
-    lines = [f"VERDICT  {'good' if result.verdict is Verdict.GOOD else 'FINDING'}"]
+    lines = [f"VERDICT  {_VERDICTS[result.verdict]}"]
     lines += [f"         {_gate(gate)}" for gate in result.gates]
     for arm, words in ((Arm.BAKED, "the baked conversion"), (Arm.FIX, "the repaired one")):
         lines += [f"         {line}" for line in _cost(words, arm, result)]
     return "\n".join(lines)
+
+
+_VERDICTS = {
+    Verdict.GOOD: "good",
+    Verdict.FINDING: "FINDING",
+    Verdict.UNGATED: "none: no arm was held against a limit, figures only",
+}
 
 
 def _cost(words: str, arm: Arm, result: LayerCheckResult) -> list[str]:
@@ -98,56 +85,35 @@ def _cost(words: str, arm: Arm, result: LayerCheckResult) -> list[str]:
             if (family.rows, family.family) in {(r.rows, r.family) for r in clean}
         ]
         lines.append(
-            f"{words} costs {_fidelity(clean)} of the layer's output; true error "
-            f"{_true_error(clean)} (exact scales: {_range(exact)})"
+            f"{words} moves the output by {_fidelity(clean)}; true error "
+            f"{_true_error(clean)} (exact scales: {span(exact)})"
         )
     if trapped:
         rows = ", ".join(str(r.rows) for r in trapped)
         lines.append(
-            f"{words} at {rows} rows: {_fidelity(trapped)} wrong, since this kernel misreads the "
+            f"{words} at {rows} rows moves it by {_fidelity(trapped)}: direct micro misreads the "
             "input scales (see notes)"
         )
     return lines
 
 
 def _fidelity(results: list[ArmResult]) -> str:
-    return _range([r.fidelity.relative_rms for r in results if r.fidelity])
+    return span([r.fidelity.relative_rms for r in results if r.fidelity])
 
 
 def _true_error(results: list[ArmResult]) -> str:
-    return _range([r.true_error.relative_rms for r in results if r.true_error])
-
-
-def _range(values: list[float]) -> str:
-    if any(math.isnan(value) for value in values):
-        return "not finite"
-    low, high = percent(min(values)), percent(max(values))
-    return low if low == high else f"{low} to {high}"
+    return span([r.true_error.relative_rms for r in results if r.true_error])
 
 
 def _gate(gate: GateOutcome) -> str:
     state = "passed" if gate.passed else "FAILED"
     if math.isnan(gate.worst):
-        return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {gate.reason}"
+        reason = printable(gate.reason)
+        return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {reason}"
     where = "exact at every row count"
     if gate.worst > 0:
         where = f"worst {percent(gate.worst)} at {gate.worst_rows} rows"
     return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {where}"
-
-
-def _grid(header: list[str], rows: list[list[str]], left: int) -> str:
-    """Align columns: the first ``left`` to the left, the others to the right."""
-    table = [header, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    lines = []
-    for row in table:
-        cells = [
-            cell.ljust(width) if i < left or i == len(row) - 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
 
 
 _SCALE_HEADER = [
@@ -178,7 +144,7 @@ def _scale_row(name: str, scales: ScaleDamage) -> list[str]:
 
 def _scales(result: LayerCheckResult) -> str:
     rows = [_scale_row("FC1", result.fc1), _scale_row("FC2", result.fc2)]
-    return _grid(_SCALE_HEADER, rows, left=1)
+    return grid(_SCALE_HEADER, rows, left=1)
 
 
 _ARM_HEADER = [
@@ -203,15 +169,15 @@ def _arms(result: LayerCheckResult) -> str:
         label = str(arm.rows) if arm.rows != previous else ""
         previous = arm.rows
         rows.append([label, *_arm_row(arm, noise)])
-    return _grid(_ARM_HEADER, rows, left=3)
+    return grid(_ARM_HEADER, rows, left=3)
 
 
-def _arm_row(arm: ArmResult, noise: dict[tuple[int, object], float]) -> list[str]:
+def _arm_row(arm: ArmResult, noise: Noise) -> list[str]:
     name = arm.arm.value
     if arm.arm.report_name:
         name += f" ({arm.arm.report_name})"
     kernel = arm.family.value if arm.family else "cutlass"
-    if arm.fidelity is None or arm.true_error is None or arm.published is None:
+    if not (arm.family and arm.fidelity and arm.true_error and arm.published):
         return [kernel, name, "-", "-", "-", "-", "-", "-", "no figures: see notes"]
     sqnr = arm.fidelity.sqnr_db
     return [
@@ -221,7 +187,7 @@ def _arm_row(arm: ArmResult, noise: dict[tuple[int, object], float]) -> list[str
         f"{sqnr + 0.0:.1f}" if math.isfinite(sqnr) else "-",
         f"{arm.fidelity.cosine:.5f}" if math.isfinite(arm.fidelity.cosine) else "-",
         percent(arm.true_error.relative_rms),
-        percent(noise.get((arm.rows, arm.family), math.nan)),
+        percent(noise[arm.rows, arm.family]),
         percent(arm.published.relative_rms),
         arm.first_divergence.value if arm.first_divergence else "none",
     ]
@@ -239,7 +205,7 @@ _FAMILY_HEADER = [
 
 
 def _families(result: LayerCheckResult) -> str:
-    return _grid(_FAMILY_HEADER, [_family_row(f) for f in result.families], left=2)
+    return grid(_FAMILY_HEADER, [_family_row(f) for f in result.families], left=2)
 
 
 def _family_row(family: FamilyResult) -> list[str]:
@@ -258,43 +224,39 @@ def _own(result: LayerCheckResult) -> str:
     own = result.own_magnitude
     assert own is not None
     rows = [_scale_row("FC1, own magnitude", own.fc1), _scale_row("FC2, own magnitude", own.fc2)]
-    text = _grid(_SCALE_HEADER, rows, left=1)
+    text = grid(_SCALE_HEADER, rows, left=1)
     fidelity, true = own.baked.fidelity, own.baked.true_error
     if fidelity and true:
-        text += "\n" + textwrap.fill(
+        text += "\n" + paragraph(
             f"At its own magnitude the same layer loses {percent(fidelity.relative_rms)} to the "
             f"bake at {own.baked.rows} rows, true error {percent(true.relative_rms)}: damage "
-            "follows weight magnitude alone, so small models with large weights look clean.",
-            _WIDTH,
+            "follows weight magnitude alone, so small models with large weights look clean."
         )
     return text
 
 
 _LEGEND = (
-    "fidelity: against the same kernel's arithmetic with exact scales, the same terms in the same order, added in "
-    "fp32 on both sides. true error: "
-    "against fp64 on the dequantized weights and unquantized activations. noise: two random orders of the kernel's "
-    "own bf16 adds, never an arm's error. published: against b12x's reference (direct division, fp32 sum); how "
-    "much of it is evaluation order and how much summation stands in the kernel's line."
+    "fidelity: against the same kernel's arithmetic with exact scales, the same terms in the same "
+    "order, added in fp32 on both sides. true error: against fp64 on the dequantized weights and "
+    "unquantized activations. noise: two random orders of the kernel's own bf16 adds, never an "
+    "arm's error. published: against b12x's reference (direct division, fp32 sum); how much of it "
+    "is evaluation order and how much summation stands in the kernel's line."
 )
 
 
 def _footnotes(result: LayerCheckResult) -> str:
-    parts = [textwrap.fill(_LEGEND, _WIDTH)]
+    parts = [paragraph(_LEGEND)]
     notes: dict[str, list[str]] = {}
     for arm in result.results:
         text = arm.unavailable or arm.trap or arm.note
         if text and arm.arm.value not in notes.setdefault(text, []):
             notes[text].append(arm.arm.value)
     if notes:
-        parts.append("notes\n" + "\n".join(_bullet(f"{', '.join(n)}: {t}") for t, n in notes.items()))
+        lines = [bullet(f"{', '.join(names)}: {text}") for text, names in notes.items()]
+        parts.append("\n".join(["notes", *lines]))
     if result.contract_exceptions:
         parts.append(
             "per-shape exceptions of this version that are not modelled\n"
-            + "\n".join(_bullet(text) for text in result.contract_exceptions)
+            + "\n".join(bullet(text) for text in result.contract_exceptions)
         )
     return "\n\n".join(parts)
-
-
-def _bullet(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
