@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from tests import published
 from tests.benchmarks.result import BenchResult, median_seconds, peak_rss_mb
 from tests.oracles.fetch import ORACLES
 from trtllm_b12x_fix.emulator import moe
 from trtllm_b12x_fix.emulator.arithmetic import PUBLISHED
-from trtllm_b12x_fix.formats import scale_layout
 from trtllm_b12x_fix.layer import Activation
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, ROWS, PEER_ROWS = 128, 1024, 2688, 22, 8, 1
@@ -70,23 +70,9 @@ def run() -> BenchResult:
 
 
 def _peer(launch: moe.LaunchTensors, x: torch.Tensor, routing: moe.Routing) -> Any:
-    for name in ("flashinfer-deps", "b12x"):
+    for name in published.ORACLES:
         site.addsitedir(str(ORACLES[name].path))
-    module = import_module("b12x.moe._shared.kernels.reference")
-    arguments = (
-        x[:PEER_ROWS],
-        launch.w1_packed,
-        scale_layout.swizzle(launch.w1_block_scale).view(torch.float8_e4m3fn),
-        launch.w1_alpha,
-        launch.w2_packed,
-        scale_layout.swizzle(launch.w2_block_scale).view(torch.float8_e4m3fn),
-        launch.w2_alpha,
-        1.0 / launch.input_global_scale.reshape(1),
-        1.0 / launch.fc2_input_scale.reshape(1),
-        routing.expert_ids[:PEER_ROWS],
-        routing.weights[:PEER_ROWS],
-        EXPERTS,
-        HIDDEN,
-        INTERMEDIATE,
-    )
+    module = import_module(published.MODULE)
+    few = moe.Routing(routing.expert_ids[:PEER_ROWS], routing.weights[:PEER_ROWS])
+    arguments = published.arguments(launch, x[:PEER_ROWS], few)
     return lambda: module.moe_reference_nvfp4(*arguments, activation="relu2")

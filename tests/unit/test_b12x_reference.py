@@ -12,11 +12,12 @@ import sys
 import pytest
 import torch
 
+from tests import published
 from tests.layers import make_inputs, make_layer
 from trtllm_b12x_fix.emulator import moe, reference
 from trtllm_b12x_fix.emulator.arithmetic import PUBLISHED
 from trtllm_b12x_fix.formats import e2m1, scale_layout
-from trtllm_b12x_fix.layer import Activation, MoELayer
+from trtllm_b12x_fix.layer import Activation
 from trtllm_b12x_fix.metrics import distance
 
 
@@ -25,7 +26,7 @@ def b12x(oracle_dir):
     """The reference module of the b12x wheel; imports on a CPU beside nvidia-cutlass-dsl."""
     before = list(sys.path)
     # addsitedir obeys the .pth file by which nvidia-cutlass-dsl finds its own packages.
-    for name in ("flashinfer-deps", "b12x"):
+    for name in published.ORACLES:
         site.addsitedir(str(oracle_dir(name)))
     try:
         from b12x.moe._shared.kernels import reference as module
@@ -35,32 +36,8 @@ def b12x(oracle_dir):
         sys.path[:] = before
 
 
-def published(b12x, layer: MoELayer, launch: moe.LaunchTensors, x, routing) -> torch.Tensor:
-    return b12x.moe_reference_nvfp4(*_arguments(layer, launch, x, routing), **_options(layer))
-
-
 def _options(layer):
     return {"activation": layer.activation.value, "quant_scale_math": "direct_division"}
-
-
-def _arguments(layer, launch, x, routing):
-    reciprocal = 1.0 / launch.input_global_scale.reshape(-1)
-    return (
-        x,
-        launch.w1_packed,
-        scale_layout.swizzle(launch.w1_block_scale).view(torch.float8_e4m3fn),
-        launch.w1_alpha,
-        launch.w2_packed,
-        scale_layout.swizzle(launch.w2_block_scale).view(torch.float8_e4m3fn),
-        launch.w2_alpha,
-        reciprocal,
-        1.0 / launch.fc2_input_scale.reshape(-1),
-        routing.expert_ids,
-        routing.weights,
-        layer.experts,
-        layer.hidden,
-        layer.intermediate,
-    )
 
 
 CASES = [
@@ -84,7 +61,7 @@ def test_every_activation_code_is_equal(b12x, activation, hidden, intermediate, 
     for token in range(5):
         for route in range(3):
             theirs = b12x.trace_moe_reference_nvfp4_route(
-                *_arguments(layer, launch, x, routing),
+                *published.arguments(launch, x, routing),
                 token_idx=token,
                 route_idx=route,
                 **_options(layer),
@@ -96,7 +73,7 @@ def test_every_activation_code_is_equal(b12x, activation, hidden, intermediate, 
             assert torch.equal(trace.intermediate[token, route].float(), theirs.intermediate)
             down = theirs.down_out.float()
             assert distance(trace.fc2[token, route], down).relative_rms < 2.0**-8
-    whole = published(b12x, layer, launch, x, routing)
+    whole = b12x.moe_reference_nvfp4(*published.arguments(launch, x, routing), **_options(layer))
     # Both round one fp32 sum to bf16; another order of the sum may move the last bit of a few.
     steps = (trace.output.view(torch.int16).int() - whole.view(torch.int16).int()).abs()
     assert int(steps.max()) <= 1

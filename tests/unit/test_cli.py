@@ -189,7 +189,8 @@ def test_swiglu_on_a_version_without_an_exact_form_is_a_finding():
     outcome = call("check-layer", "--flashinfer", "0.6.16", "--rows", "1", "--arms", "fix,baked")
     assert (outcome.code, outcome.err) == (1, "")
     assert "VERDICT  FINDING" in outcome.out
-    gate = next(line for line in outcome.out.splitlines() if "gate fix" in line)
+    # The line is wrapped; the verdict's paragraph ends at the first empty line.
+    gate = " ".join(outcome.out.partition("gate fix")[2].partition("\n\n")[0].split())
     assert "FAILED" in gate
     assert "CUTLASS" in gate
     assert re.search(r"cutlass +fix .*no figures: see notes", outcome.out)

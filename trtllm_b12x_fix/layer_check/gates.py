@@ -31,7 +31,7 @@ def apply(gate: Gate, results: tuple[ArmResult, ...]) -> GateOutcome:
     if math.isnan(error):
         reason = "the output is not finite"
     else:
-        reason = "" if passed else worst.trap or f"above the limit at {worst.rows} rows"
+        reason = "" if passed else worst.trap or _above(worst)
     return GateOutcome(gate.arm, limit, error, worst.rows, passed, reason)
 
 
@@ -40,6 +40,17 @@ def verdict(outcomes: tuple[GateOutcome, ...]) -> Verdict:
     if not outcomes:
         return Verdict.UNGATED
     return Verdict.GOOD if all(outcome.passed for outcome in outcomes) else Verdict.FINDING
+
+
+def _above(worst: ArmResult) -> str:
+    reason = f"above the limit at {worst.rows} rows"
+    if worst.strategy is Strategy.FP32_RESCALE:
+        # Two independent bf16 roundings of the intermediate flip 2% of its block scales.
+        reason += (
+            "; fp32-rescale is expected at 2.0% to 2.5% and scatters more over few rows, while "
+            "its true error stays the reference's: compare the two, or allow more with --gate"
+        )
+    return reason
 
 
 def _badness(result: ArmResult) -> float:

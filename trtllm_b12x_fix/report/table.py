@@ -14,7 +14,7 @@ from trtllm_b12x_fix.layer_check.result import (
     Verdict,
 )
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
-from trtllm_b12x_fix.report.text import bullet, grid, labelled, paragraph, percent, printable, span
+from trtllm_b12x_fix.report.text import bullet, grid, labelled, paragraph, percent, span
 
 Noise = dict[tuple[int, KernelFamily], float]
 
@@ -59,9 +59,9 @@ def _header(result: LayerCheckResult) -> str:
 
 def _answer(result: LayerCheckResult) -> str:
     lines = [f"VERDICT  {_VERDICTS[result.verdict]}"]
-    lines += [f"         {_gate(gate)}" for gate in result.gates]
+    lines += [labelled("", _gate(gate)) for gate in result.gates]
     for arm, words in ((Arm.BAKED, "the baked conversion"), (Arm.FIX, "the repaired one")):
-        lines += [f"         {line}" for line in _cost(words, arm, result)]
+        lines += [labelled("", line) for line in _cost(words, arm, result)]
     return "\n".join(lines)
 
 
@@ -108,11 +108,12 @@ def _true_error(results: list[ArmResult]) -> str:
 def _gate(gate: GateOutcome) -> str:
     state = "passed" if gate.passed else "FAILED"
     if math.isnan(gate.worst):
-        reason = printable(gate.reason)
-        return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {reason}"
+        return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {gate.reason}"
     where = "exact at every row count"
     if gate.worst > 0:
         where = f"worst {percent(gate.worst)} at {gate.worst_rows} rows"
+    if gate.reason:
+        where += f" ({gate.reason})"
     return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {where}"
 
 
