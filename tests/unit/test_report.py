@@ -196,7 +196,7 @@ def test_an_arm_infinitely_far_from_a_zero_reference():
         )
     )
     assert line_with(text, "wrapper-trt").count("infinite") == 3
-    assert "gate baked at most 1.00%: FAILED, worst infinite at 1 rows" in text
+    assert "gate baked at most 1.00%: FAILED, worst infinite at 1 row" in text
     assert not re.search(r"\binf\b|\bnan\b", text)
 
 
@@ -218,7 +218,7 @@ def test_trapped_rows_are_told_apart_from_the_cost_of_the_scales():
     arms = (arm(1, error=1.0, trap="misread"), arm(8, error=0.25))
     text = table.render(result(results=arms))
     assert "true error" in line_with(text, "the baked conversion", "25.0%")
-    assert "misreads" in line_with(text, "the baked conversion at 1 rows", "100.0%")
+    assert "misreads" in line_with(text, "the baked conversion at 1 row moves", "100.0%")
 
 
 @pytest.mark.parametrize("verdict", Verdict)

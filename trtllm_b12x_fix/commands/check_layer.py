@@ -157,7 +157,7 @@ def _check_targets(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace, result: LayerCheckResult) -> None:
-    from trtllm_b12x_fix.report import document, files, plot, table
+    from trtllm_b12x_fix.report import document, files, plot, table, terminal
 
     # Everything is rendered before anything is written, so a failure leaves no half report.
     outputs = []
@@ -165,10 +165,10 @@ def _report(args: argparse.Namespace, result: LayerCheckResult) -> None:
         outputs.append((args.plot, plot.to_svg(result)))
     if args.json:
         outputs.append((args.json, document.to_json(result)))
-    if args.json != files.STDOUT:
-        outputs.append((files.STDOUT, table.render(result)))
     for target, text in outputs:
         files.write(target, text)
+    if files.STDOUT not in (args.json, args.plot):
+        terminal.show(table.render(result))
 
 
 def _subject() -> tuple[LayerInput, LayerInput]:

@@ -43,7 +43,7 @@ def verdict(outcomes: tuple[GateOutcome, ...]) -> Verdict:
 
 
 def _above(worst: ArmResult) -> str:
-    reason = f"above the limit at {worst.rows} rows"
+    reason = f"above the limit at {worst.rows} row{'s' if worst.rows > 1 else ''}"
     if worst.strategy is Strategy.FP32_RESCALE:
         # Two independent bf16 roundings of the intermediate flip 2% of its block scales.
         reason += (

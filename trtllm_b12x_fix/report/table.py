@@ -14,7 +14,7 @@ from trtllm_b12x_fix.layer_check.result import (
     Verdict,
 )
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
-from trtllm_b12x_fix.report.text import bullet, grid, labelled, paragraph, percent, span
+from trtllm_b12x_fix.report.text import bullet, count_rows, grid, labelled, paragraph, percent, span
 
 Noise = dict[tuple[int, KernelFamily], float]
 
@@ -89,9 +89,10 @@ def _cost(words: str, arm: Arm, result: LayerCheckResult) -> list[str]:
             f"{_true_error(clean)} (exact scales: {span(exact)})"
         )
     if trapped:
+        unit = "row" if [r.rows for r in trapped] == [1] else "rows"
         rows = ", ".join(str(r.rows) for r in trapped)
         lines.append(
-            f"{words} at {rows} rows moves it by {_fidelity(trapped)}: direct micro misreads the "
+            f"{words} at {rows} {unit} moves it by {_fidelity(trapped)}: direct micro misreads the "
             "input scales (see notes)"
         )
     return lines
@@ -111,7 +112,7 @@ def _gate(gate: GateOutcome) -> str:
         return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {gate.reason}"
     where = "exact at every row count"
     if gate.worst > 0:
-        where = f"worst {percent(gate.worst)} at {gate.worst_rows} rows"
+        where = f"worst {percent(gate.worst)} at {count_rows(gate.worst_rows)}"
     if gate.reason:
         where += f" ({gate.reason})"
     return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {where}"
@@ -230,8 +231,8 @@ def _own(result: LayerCheckResult) -> str:
     if fidelity and true:
         text += "\n" + paragraph(
             f"At its own magnitude the same layer loses {percent(fidelity.relative_rms)} to the "
-            f"bake at {own.baked.rows} rows, true error {percent(true.relative_rms)}: damage "
-            "follows weight magnitude alone, so small models with large weights look clean."
+            f"bake at {count_rows(own.baked.rows)}, true error {percent(true.relative_rms)}: "
+            "damage follows weight magnitude alone, so small models with large weights look clean."
         )
     return text
 

@@ -39,6 +39,11 @@ def span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def count_rows(rows: int) -> str:
+    """Row count in words."""
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
 def labelled(label: str, text: str) -> str:
     """A wrapped line with a label in the left margin."""
     indent = " " * _LABEL
