@@ -10,7 +10,7 @@ from typing import Any
 
 from trtllm_b12x_fix.emulator import moe
 from trtllm_b12x_fix.emulator.arithmetic import Arithmetic, KernelFamily, OutputSum, QuantMath
-from trtllm_b12x_fix.emulator.contract import Shape, contract_for
+from trtllm_b12x_fix.emulator.contract import InputQuantization, Shape, contract_for
 from trtllm_b12x_fix.layer import Activation
 
 ORDER_SEED = 0
@@ -26,6 +26,8 @@ def emulate(call: Any) -> None:
         intermediate=call.n,
         experts=call.w1_packed.shape[0],
         activation=activation,
+        graph_capacity=call.getter_kwargs.get("graph_capacity"),
+        sharing=(InputQuantization.SHARED if call.input_gs_shared else InputQuantization.PER_ROUTE),
     )
     arithmetic = contract_for(call.version).arithmetic(KernelFamily(call.family), shape)
     _insist_on_the_kernel(call, arithmetic)

@@ -14,7 +14,7 @@ from trtllm_b12x_fix.errors import B12xFixError
 EXIT_UNUSABLE = 2
 EXIT_INTERRUPTED = 130
 
-_EPILOG = "exit codes: 0 good, 1 a limit or finding, 2 input that cannot be used"
+_EPILOG = "exit codes: 0 good, 1 a limit or finding, 2 input that cannot be used, 130 interrupted"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except B12xFixError as error:
         print(f"trtllm-b12x-fix: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"trtllm-b12x-fix: out of memory: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
     except KeyboardInterrupt:
         print(
             "trtllm-b12x-fix: interrupted; unfinished reports were not written",
@@ -65,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         print(f"trtllm-b12x-fix: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch raises RuntimeError on a CPU and torch.OutOfMemoryError, a RuntimeError, on a GPU.
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        phrase in words for phrase in ("out of memory", "not enough memory", "can't allocate")
+    )
 
 
 def _discard_output() -> None:

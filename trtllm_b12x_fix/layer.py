@@ -51,12 +51,22 @@ class ExpertMatrices:
         block_scale: uint8 [E, R, C/16], E4M3 bytes (``weight_scale``), linear layout.
         weight_scale_2: fp32 [E], dequantizing multiplier of the whole matrix.
         input_scale: fp32 [E], calibrated dequantizing multiplier of its input (amax / 2688).
+        layer_input_scale: fp32 [], the largest of the whole layer where only some of its experts
+            are here; ``None`` means the largest of these.
     """
 
     packed: Tensor
     block_scale: Tensor
     weight_scale_2: Tensor
     input_scale: Tensor
+    layer_input_scale: Tensor | None = None
+
+    @property
+    def largest_input_scale(self) -> Tensor:
+        """fp32 [], the largest input scale of the layer."""
+        if self.layer_input_scale is not None:
+            return self.layer_input_scale
+        return self.input_scale.max()
 
     @property
     def experts(self) -> int:
@@ -76,6 +86,7 @@ class ExpertMatrices:
             self.block_scale.to(device),
             self.weight_scale_2.to(device),
             self.input_scale.to(device),
+            None if self.layer_input_scale is None else self.layer_input_scale.to(device),
         )
 
 
@@ -233,9 +244,12 @@ def move_magnitude(layer: MoELayer, k: int) -> MoELayer:
     where backends lose scales, without inventing a single weight. In a network the norm before
     the layer carries the factor.
     """
+    up = torch.tensor(k)
+    largest = layer.fc1.layer_input_scale
     fc1 = replace(
         layer.fc1,
-        weight_scale_2=torch.ldexp(layer.fc1.weight_scale_2, torch.tensor(-k)),
-        input_scale=torch.ldexp(layer.fc1.input_scale, torch.tensor(k)),
+        weight_scale_2=torch.ldexp(layer.fc1.weight_scale_2, -up),
+        input_scale=torch.ldexp(layer.fc1.input_scale, up),
+        layer_input_scale=None if largest is None else torch.ldexp(largest, up),
     )
     return replace(layer, fc1=fc1)

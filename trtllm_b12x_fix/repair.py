@@ -128,7 +128,7 @@ def plan(contract: KernelContract, activation: Activation) -> FixPlan:
 def input_scales(layer: MoELayer, source: InputScales) -> tuple[Tensor, Tensor]:
     """FC1's and FC2's input scales as a backend uses them: two fp32 scalars, or two [E]."""
     if source is InputScales.LAYER:
-        return layer.fc1.input_scale.max(), layer.fc2.input_scale.max()
+        return layer.fc1.largest_input_scale, layer.fc2.largest_input_scale
     return layer.fc1.input_scale, layer.fc2.input_scale
 
 

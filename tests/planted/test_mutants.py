@@ -273,7 +273,7 @@ MUTANTS = (
         scales,
         "block_is_zero",
         _all_blocks_count,
-        lambda: test_layer_check.TestScales().test_padding_is_not_counted(Activation.SILU),
+        lambda: test_layer_check.TestScales().test_a_layer_without_weights_has_no_damage(),
     ),
     Mutant(
         "zero scales accepted",

@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from trtllm_b12x_fix.checkpoint.assemble import assemble
+from trtllm_b12x_fix.checkpoint.assemble import load_experts
+from trtllm_b12x_fix.checkpoint.conventions import SPLIT_NAMES, Dialect, ProjectionNames
+from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Stack, Storage
+from trtllm_b12x_fix.checkpoint.findings import Severity
 from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
 from trtllm_b12x_fix.errors import B12xFixError, InputError, ScaleError, ShapeError
 from trtllm_b12x_fix.formats.e4m3 import NAN_BYTES
@@ -34,6 +37,30 @@ RENAMED = {
     "weight_scale_2": "weight_global_scale",
     "input_scale": "input_global_scale",
 }
+
+
+def assemble(source, prefix: str, experts: int, activation: Activation, text: str) -> MoELayer:
+    """All experts of a split layer, without asking the header what there is."""
+    names = SPLIT_NAMES[0]
+    if not activation.is_gated:
+        names = ProjectionNames(None, names.up, names.down)
+    entry = LayerEntry(
+        prefix, None, Stack.MODEL, Storage.SPLIT, Dialect.MODELOPT, names, experts, 0, 0, True
+    )
+    return load_experts(source, entry, range(experts), activation, text).layer
+
+
+def load_all(folder: Path, tensors: dict[str, Tensor], activation: Activation):
+    """Like load(), with the findings."""
+    save_file(tensors, folder / FILE)
+    source = SafetensorsSource(folder / FILE)
+    names = SPLIT_NAMES[0]
+    if not activation.is_gated:
+        names = ProjectionNames(None, names.up, names.down)
+    entry = LayerEntry(
+        PREFIX, 5, Stack.MODEL, Storage.SPLIT, Dialect.MODELOPT, names, EXPERTS, 0, 0, True
+    )
+    return load_experts(source, entry, range(EXPERTS), activation, "")
 
 
 def linear_names(activation: Activation) -> tuple[str, ...]:
@@ -197,13 +224,30 @@ def test_a_block_scale_of_zero_is_allowed(tmp_path):
     assert not load(tmp_path, tensors, Activation.RELU2).fc1.block_scale[1].any()
 
 
-def test_gate_and_up_must_share_weight_scale_2(tmp_path):
+def test_gate_and_up_with_different_weight_scale_2_are_a_finding(tmp_path):
     tensors = modelopt(Activation.SILU)
     tensors[f"{PREFIX}.1.gate_proj.weight_scale_2"] = torch.tensor(2.0**-13)
-    with pytest.raises(ScaleError) as error:
-        load(tmp_path, tensors, Activation.SILU)
-    for text in (FILE, f"{PREFIX}.1", "weight_scale_2", "gate_proj", "up_proj", "0.00012207"):
-        assert text in str(error.value)
+    loaded = load_all(tmp_path, tensors, Activation.SILU)
+    (finding,) = loaded.findings
+    assert (finding.code, finding.severity) == ("gate-up-scales-differ", Severity.DAMAGE)
+    assert (finding.layer, finding.expert, finding.file) == (PREFIX, 1, FILE)
+    assert finding.tensor == f"{PREFIX}.1.gate_proj"  # the smaller one is read too large
+    for text in ("weight_scale_2", "gate_proj", "up_proj", "0.00012207", "4 times too large"):
+        assert text in finding.message
+    # As TensorRT-LLM loads it: the larger for both.
+    assert float(loaded.layer.fc1.weight_scale_2[1]) == 2.0**-11
+
+
+def test_zero_scales_over_weights_are_a_finding(tmp_path):
+    tensors = modelopt(Activation.RELU2)
+    name = f"{PREFIX}.2.down_proj"
+    scales = tensors[f"{name}.weight_scale"].view(torch.uint8).clone()
+    scales[3, 1] = 0
+    tensors[f"{name}.weight_scale"] = scales.view(torch.float8_e4m3fn)
+    tensors[f"{name}.weight"][3, 8:16] = 0x11
+    (finding,) = load_all(tmp_path, tensors, Activation.RELU2).findings
+    assert (finding.code, finding.tensor, finding.expert) == ("zero-scale-over-weights", name, 2)
+    assert finding.message.startswith("1 of ")
 
 
 @pytest.mark.parametrize("linear", linear_names(Activation.SILU))

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from trtllm_b12x_fix import cli
-from trtllm_b12x_fix.commands import COMMANDS, check_layer
+from trtllm_b12x_fix.commands import COMMANDS, check_layer, parsing
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.layer_check.arms import Arm
 
@@ -365,7 +365,7 @@ def test_help_lists_every_kernel(help_texts):
 
 
 def test_arm_names_are_the_arms():
-    assert list(check_layer.ARM_NAMES) == [arm.value for arm in Arm]
+    assert list(parsing.ARM_NAMES) == [arm.value for arm in Arm]
 
 
 def test_kernel_names_are_auto_and_the_families():

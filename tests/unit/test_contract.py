@@ -16,6 +16,7 @@ from trtllm_b12x_fix.emulator.contract import (
     KNOWN_VERSIONS,
     ContractOrigin,
     DirectMicro,
+    InputQuantization,
     InputScaleArgument,
     KernelContract,
     Shape,
@@ -50,6 +51,8 @@ def shape_of(entry, mode, tokens) -> Shape:
         experts=entry["experts"],
         activation=Activation(entry["activation"]),
         graph_capacity=CAPACITY[mode],
+        # The survey passed one input scale where the version takes one.
+        sharing=InputQuantization.SHARED,
     )
 
 
@@ -68,11 +71,8 @@ def is_listed_exception(contract: KernelContract, shape: Shape, device: str, fam
     if contract.version != "0.7.4":
         return False
     silu320 = (shape.experts, shape.intermediate, shape.activation) == (512, 320, Activation.SILU)
-    wider = 16 * 512 < shape.routed_rows <= 17 * 512
-    return (
-        (device == "sm120" and family == "direct-micro" and shape.routed_rows < 65)
-        or (silu320 and shape.tokens == 4 and family == "direct-micro")
-        or (silu320 and wider and family == "static")
+    return (device == "sm120" and family == "direct-micro" and shape.routed_rows < 65) or (
+        silu320 and shape.tokens == 4 and family == "direct-micro"
     )
 
 

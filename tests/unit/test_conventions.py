@@ -119,7 +119,7 @@ def test_block_scales_may_be_raw_bytes(read, dialect):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_dialect_is_detected(tmp_path, dialect):
-    assert detect(save(tmp_path, linear(dialect)), PREFIX) is dialect
+    assert detect(save(tmp_path, linear(dialect)), PREFIX).dialect is dialect
 
 
 def test_an_unquantized_weight_is_no_dialect(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.layers import make_inputs, make_layer
-from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
-from trtllm_b12x_fix.emulator.contract import contract_for
+from trtllm_b12x_fix.emulator import moe, reference
+from trtllm_b12x_fix.emulator.arithmetic import PUBLISHED, KernelFamily, OutputSum
+from trtllm_b12x_fix.emulator.contract import Shape, contract_for
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.formats import e2m1, e4m3, nvfp4
 from trtllm_b12x_fix.layer import Activation, pad_to_tiles
@@ -22,8 +23,8 @@ from trtllm_b12x_fix.layer_check.result import ArmResult, Gate, Verdict
 from trtllm_b12x_fix.layer_check.run import LayerInput, Settings
 from trtllm_b12x_fix.layer_check.scales import damage
 from trtllm_b12x_fix.layer_check.stages import Stage
-from trtllm_b12x_fix.metrics import Distance
-from trtllm_b12x_fix.repair import InputScales, Strategy, bake
+from trtllm_b12x_fix.metrics import Distance, distance
+from trtllm_b12x_fix.repair import InputScales, Strategy, bake, input_scales
 
 
 def settings(version="0.6.18", rows=(8,), arms=tuple(Arm), forced=None, scales=InputScales.LAYER):
@@ -159,6 +160,66 @@ def test_a_family_that_cannot_run_the_shape_is_refused(version, forced, rows):
         run(synthetic(), settings(version, (rows,), forced=forced))
 
 
+@pytest.mark.parametrize("factor", [1e8, 1e-8])
+@pytest.mark.parametrize("projection", ["fc1", "fc2"])
+def test_scales_that_are_far_off_fail_though_the_fix_is_faithful(projection, factor):
+    """Exact scales give the same garbage: fidelity is 0, and the gate must not believe it."""
+    subject = synthetic(Activation.SILU)
+    matrices = getattr(subject.layer, projection)
+    broken = replace(matrices, input_scale=matrices.input_scale * factor)
+    subject = replace(subject, layer=replace(subject.layer, **{projection: broken}))
+    result = run(subject, settings("0.7.4"))
+    assert cell(result, Arm.FIX, 8).fidelity.relative_rms == 0
+    assert result.verdict is Verdict.FINDING
+
+
+def test_inputs_without_an_output_are_refused():
+    subject = synthetic()
+    with pytest.raises(InputError, match="zero or not finite"):
+        run(replace(subject, x=torch.zeros_like(subject.x)), settings())
+    spoilt = subject.x.clone()
+    spoilt[0, 0] = math.inf
+    with pytest.raises(InputError, match=r"finite|infinity"):
+        run(replace(subject, x=spoilt), settings())
+
+
+def test_codes_that_differ_are_counted():
+    result = run(synthetic(), settings("0.7.2", arms=(Arm.ALPHAS, Arm.BAKED, Arm.UNIT)), ())
+    assert cell(result, Arm.ALPHAS, 8).codes_differing == 0
+    total = 8 * 4 * (256 + 256)
+    assert 0 < cell(result, Arm.BAKED, 8).codes_differing < total
+    assert 0.05 * total < cell(result, Arm.UNIT, 8).codes_differing < total
+
+
+def test_layer_input_scales_are_the_largest():
+    layer = synthetic().layer
+    first, second = input_scales(layer, InputScales.LAYER)
+    assert float(first) == max(layer.fc1.input_scale.tolist())
+    assert float(second) == max(layer.fc2.input_scale.tolist())
+    some = replace(layer.fc1, layer_input_scale=torch.tensor(7.0))
+    assert float(input_scales(replace(layer, fc1=some), InputScales.LAYER)[0]) == 7.0
+
+
+def test_order_and_summation_are_what_they_say():
+    """Computed apart: only the quantizer differs, or only the sum."""
+    subject = synthetic()
+    result = run(subject, settings(arms=(Arm.ALPHAS,)), ())
+    x, routing = subject.head(8)
+    launch = reference.exact_launch(subject.layer, *input_scales(subject.layer, InputScales.LAYER))
+    family = result.families[0]
+    arithmetic = contract_for("0.6.18").arithmetic(
+        family.family, Shape(8, 4, 256, 256, 8, Activation.RELU2)
+    )
+    plain = replace(arithmetic, output_sum=OutputSum.FP32)
+    outputs = {
+        name: moe.run(launch, x, routing, math_, 0).output
+        for name, math_ in (("own", arithmetic), ("plain", plain), ("published", PUBLISHED))
+    }
+    found = distance(outputs["plain"], outputs["published"]).relative_rms
+    assert family.evaluation_order == found
+    assert family.summation == distance(outputs["own"], outputs["plain"]).relative_rms > 0.002
+
+
 def test_more_rows_than_there_are_is_refused():
     with pytest.raises(InputError, match="1 to 16"):
         run(synthetic(), settings(rows=(17,)))
@@ -199,6 +260,15 @@ class TestScales:
         assert found.zero_fraction == found.subnormal_fraction == 0
         assert found.mean_relative_error < 0.04
 
+    def test_a_scale_that_is_zero_in_the_file_is_not_the_bakes_doing(self):
+        matrices = make_layer(Activation.RELU2, experts=1, sigma=10.0).fc1
+        scales = matrices.block_scale.clone()
+        scales[0, 0, 0] = 0
+        found = damage(replace(matrices, block_scale=scales))
+        assert found.blocks == damage(matrices).blocks - 1
+        assert found.zero_fraction == 0
+        assert found.max_relative_error < 0.1
+
     def test_a_layer_without_weights_has_no_damage(self):
         matrices = make_layer(Activation.RELU2, experts=1, hidden=64, intermediate=32).fc1
         empty = damage(replace(matrices, packed=torch.zeros_like(matrices.packed)))
@@ -208,7 +278,8 @@ class TestScales:
 class TestGates:
     def result(self, error, strategy=Strategy.ALPHAS, rows=1, **more):
         fidelity = None if error is None else Distance(error, 1.0)
-        return ArmResult(rows, Arm.FIX, strategy, KernelFamily.MICRO, fidelity=fidelity, **more)
+        true = {"true_error": Distance(0.13, 0.99), **more}
+        return ArmResult(rows, Arm.FIX, strategy, KernelFamily.MICRO, fidelity=fidelity, **true)
 
     def test_the_worst_row_count_decides(self):
         outcome = gates.apply(
@@ -230,6 +301,14 @@ class TestGates:
         outcome = gates.apply(Gate(Arm.FIX), (self.result(0.0), self.result(math.nan, rows=2)))
         assert not outcome.passed
         assert "finite" in outcome.reason
+
+    @pytest.mark.parametrize("error", [0.5, 1.0, math.inf, math.nan])
+    def test_an_output_unlike_the_truth_does_not_pass_however_faithful(self, error):
+        lost = self.result(0.0, rows=2, true_error=Distance(error, 0.0))
+        outcome = gates.apply(Gate(Arm.FIX), (self.result(0.0), lost))
+        assert not outcome.passed
+        assert "truth" in outcome.reason or "finite" in outcome.reason
+        assert outcome.worst_rows == 2
 
     def test_no_figures_do_not_pass(self):
         outcome = gates.apply(Gate(Arm.FIX), (self.result(None, unavailable="no exact form"),))

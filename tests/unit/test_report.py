@@ -360,6 +360,7 @@ TOP = {
     "results",
     "families",
     "gates",
+    "findings",
     "own_magnitude",
     "versions",
     "seed",

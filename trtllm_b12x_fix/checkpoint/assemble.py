@@ -1,73 +1,219 @@
-"""Experts stored as separate linears, stacked into one :class:`MoELayer`."""
+"""Experts of one layer, read one matrix at a time into one :class:`MoELayer`.
+
+The layer is assembled as TensorRT-LLM loads it: FC1 is ``[up; gate]``, gate and up share the larger
+``weight_scale_2``, FC1's input scale is the larger of theirs. Where that changes weights, a finding
+says so.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from trtllm_b12x_fix.checkpoint.conventions import QuantizedLinear, TensorSource, read_linear
-from trtllm_b12x_fix.errors import InputError, ScaleError, ShapeError
+import torch
+from torch import Tensor
+
+from trtllm_b12x_fix.checkpoint.conventions import (
+    QuantizedLinear,
+    TensorSource,
+    read_fused,
+    read_input_scale,
+    read_linear,
+)
+from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Storage
+from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
+from trtllm_b12x_fix.errors import InputError, ShapeError
+from trtllm_b12x_fix.formats.gate_order import GateOrder, reorder
+from trtllm_b12x_fix.formats.nvfp4 import block_is_zero
 from trtllm_b12x_fix.layer import Activation, ExpertMatrices, MoELayer, validate
 
 
-def assemble(
-    source: TensorSource, prefix: str, experts: int, activation: Activation, description: str
-) -> MoELayer:
-    """Read experts 0..experts-1 below ``prefix`` (``{prefix}.{e}.up_proj`` and so on).
+@dataclass(frozen=True)
+class LoadedLayer:
+    """A layer (of the experts asked for, in that order) and what reading it brought to light."""
 
-    Gated layers have gate_proj, up_proj and down_proj and become ``[up; gate]``; relu2 layers have
-    up_proj and down_proj.
+    layer: MoELayer
+    findings: tuple[Finding, ...]
+
+
+def load_experts(
+    source: TensorSource,
+    entry: LayerEntry,
+    experts: Sequence[int],
+    activation: Activation,
+    description: str,
+) -> LoadedLayer:
+    """Read the named experts of a layer; memory is theirs plus one matrix.
+
+    The layer's largest input scales are taken over all its experts, named or not.
 
     Raises:
-        InputError, ShapeError, ScaleError: see :func:`read_linear` and
-            :func:`trtllm_b12x_fix.layer.validate`; gate and up whose weight_scale_2 differ.
+        InputError, ShapeError, ScaleError: a tensor that is missing or cannot be used, naming file,
+            tensor and expert; experts whose shapes differ; an expert that is not there.
     """
-    if experts < 1:
-        raise InputError(f"{source.name}: {prefix}: a layer has at least one expert")
-    firsts, seconds = [], []
-    for expert in range(experts):
-        base = f"{prefix}.{expert}"
-        up = read_linear(source, f"{base}.up_proj")
-        if activation.is_gated:
-            firsts.append(_fuse(up, read_linear(source, f"{base}.gate_proj"), base, source.name))
-        else:
-            firsts.append(up)
-        seconds.append(read_linear(source, f"{base}.down_proj"))
-        for name, mine in (("first projection", firsts), ("down_proj", seconds)):
-            if mine[-1].packed.shape != mine[0].packed.shape:
-                raise ShapeError(
-                    f"{source.name}: {base}: {name} has codes {tuple(mine[-1].packed.shape)}, "
-                    f"expert 0 has {tuple(mine[0].packed.shape)}"
-                )
-    fc1, fc2 = _stack(firsts), _stack(seconds)
-    layer = MoELayer(fc1, fc2, activation, description, fc1.columns, fc2.columns)
+    if not experts:
+        raise InputError(f"{source.name}: {entry.prefix}: no experts to read")
+    findings: list[Finding] = []
+    fc1, fc2 = _Stacker(source, entry, "FC1"), _Stacker(source, entry, "down")
+    for place, expert in enumerate(experts):
+        if not 0 <= expert < entry.experts:
+            raise InputError(
+                f"{source.name}: {entry.prefix}: expert {expert} is not one of {entry.experts}"
+            )
+        first = _read_first(source, entry, expert, findings)
+        fc1.put(place, expert, first, len(experts))
+        down = _read(source, entry, expert, entry.names.down)
+        _note_dead_blocks(source, entry, expert, entry.names.down, down, findings)
+        fc2.put(place, expert, down, len(experts))
+    first_scale, second_scale = largest_input_scales(source, entry)
+    layer = MoELayer(
+        replace(fc1.matrices(), layer_input_scale=first_scale),
+        replace(fc2.matrices(), layer_input_scale=second_scale),
+        activation,
+        description,
+        fc1.matrices().columns,
+        fc2.matrices().columns,
+    )
     validate(layer)
-    return layer
+    return LoadedLayer(layer, tuple(findings))
 
 
-def _fuse(up: QuantizedLinear, gate: QuantizedLinear, base: str, file: str) -> QuantizedLinear:
-    if up.weight_scale_2 != gate.weight_scale_2:
-        raise ScaleError(
-            f"{file}: {base}: weight_scale_2 of gate_proj ({float(gate.weight_scale_2):.6g}) and "
-            f"up_proj ({float(up.weight_scale_2):.6g}) differ; a fused FC1 has one"
-        )
+def _read(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> QuantizedLinear:
+    if entry.storage is Storage.SPLIT:
+        return read_linear(source, entry.matrix(expert, name))
+    return read_fused(source, entry.fused(name), expert)
+
+
+def _read_first(
+    source: TensorSource, entry: LayerEntry, expert: int, findings: list[Finding]
+) -> QuantizedLinear:
+    """FC1 of one expert in kernel order, [up; gate] where it is gated."""
+    up = _read(source, entry, expert, entry.names.up)
+    _note_dead_blocks(source, entry, expert, entry.names.up, up, findings)
+    if entry.names.gate is None:
+        return _to_kernel_order(up) if entry.is_gated else up
+    gate = _read(source, entry, expert, entry.names.gate)
+    _note_dead_blocks(source, entry, expert, entry.names.gate, gate, findings)
     if up.packed.shape != gate.packed.shape:
         raise ShapeError(
-            f"{file}: {base}: gate_proj {tuple(gate.packed.shape)} and up_proj "
-            f"{tuple(up.packed.shape)} must have one shape"
+            f"{source.name}: {entry.prefix}.{expert}: {entry.names.gate} "
+            f"{tuple(gate.packed.shape)} and {entry.names.up} {tuple(up.packed.shape)} must have "
+            "one shape"
         )
+    if up.weight_scale_2 != gate.weight_scale_2:
+        findings.append(_differing_scales(source, entry, expert, up, gate))
     return QuantizedLinear(
         torch.cat([up.packed, gate.packed]),
         torch.cat([up.block_scale, gate.block_scale]),
-        up.weight_scale_2,
+        torch.maximum(up.weight_scale_2, gate.weight_scale_2),
         # Both halves read the same activations; backends keep the larger scale.
         torch.maximum(up.input_scale, gate.input_scale),
     )
 
 
-def _stack(linears: list[QuantizedLinear]) -> ExpertMatrices:
-    return ExpertMatrices(
-        torch.stack([linear.packed for linear in linears]),
-        torch.stack([linear.block_scale for linear in linears]),
-        torch.stack([linear.weight_scale_2 for linear in linears]),
-        torch.stack([linear.input_scale for linear in linears]),
+def _to_kernel_order(fused: QuantizedLinear) -> QuantizedLinear:
+    return QuantizedLinear(
+        reorder(fused.packed, GateOrder.GATE_UP, GateOrder.UP_GATE),
+        reorder(fused.block_scale, GateOrder.GATE_UP, GateOrder.UP_GATE),
+        fused.weight_scale_2,
+        fused.input_scale,
     )
+
+
+def _differing_scales(
+    source: TensorSource,
+    entry: LayerEntry,
+    expert: int,
+    up: QuantizedLinear,
+    gate: QuantizedLinear,
+) -> Finding:
+    scales = float(up.weight_scale_2), float(gate.weight_scale_2)
+    smaller = entry.names.up if scales[0] < scales[1] else entry.names.gate
+    tensor = f"{entry.prefix}.{expert}.{smaller}"
+    return Finding(
+        Severity.DAMAGE,
+        "gate-up-scales-differ",
+        f"weight_scale_2 of {entry.names.up} is {scales[0]:.6g} and of {entry.names.gate} "
+        f"{scales[1]:.6g}; TensorRT-LLM uses the larger for both without rescaling, which makes "
+        f"{smaller} {max(scales) / min(scales):.4g} times too large. The check does the same",
+        file=source.name,
+        layer=entry.prefix,
+        expert=expert,
+        tensor=tensor,
+    )
+
+
+def _note_dead_blocks(
+    source: TensorSource,
+    entry: LayerEntry,
+    expert: int,
+    name: str,
+    linear: QuantizedLinear,
+    findings: list[Finding],
+) -> None:
+    dead = (linear.block_scale == 0) & ~block_is_zero(linear.packed)
+    count = int(dead.sum())
+    if count:
+        findings.append(
+            Finding(
+                Severity.DAMAGE,
+                "zero-scale-over-weights",
+                f"{count} of {dead.numel()} block scales are 0 over non-zero codes: those weights "
+                "are lost in the file itself",
+                file=source.name,
+                layer=entry.prefix,
+                expert=expert,
+                tensor=f"{entry.prefix}.{expert}.{name}",
+            )
+        )
+
+
+def largest_input_scales(source: TensorSource, entry: LayerEntry) -> tuple[Tensor, Tensor]:
+    """The largest input scales of FC1 and FC2 over all experts of a layer: two fp32 scalars.
+
+    Raises:
+        InputError, ShapeError, ScaleError: a scale that is missing or cannot be used.
+    """
+    firsts = [name for name in (entry.names.gate, entry.names.up) if name]
+    everyone = range(entry.experts)
+    first = [_input_scale(source, entry, e, name) for e in everyone for name in firsts]
+    second = [_input_scale(source, entry, e, entry.names.down) for e in everyone]
+    return torch.stack(first).max(), torch.stack(second).max()
+
+
+def _input_scale(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> Tensor:
+    if entry.storage is Storage.SPLIT:
+        return read_input_scale(source, entry.matrix(expert, name))
+    return read_input_scale(source, entry.fused(name), expert)
+
+
+class _Stacker:
+    """Fills tensors of the final size, so that nothing is held twice."""
+
+    def __init__(self, source: TensorSource, entry: LayerEntry, what: str) -> None:
+        self._source, self._entry, self._what = source, entry, what
+        self._matrices: ExpertMatrices | None = None
+
+    def put(self, place: int, expert: int, linear: QuantizedLinear, experts: int) -> None:
+        if self._matrices is None:
+            self._matrices = ExpertMatrices(
+                linear.packed.new_empty(experts, *linear.packed.shape),
+                linear.block_scale.new_empty(experts, *linear.block_scale.shape),
+                torch.empty(experts),
+                torch.empty(experts),
+            )
+        if linear.packed.shape != self._matrices.packed.shape[1:]:
+            raise ShapeError(
+                f"{self._source.name}: {self._entry.prefix}: {self._what} of expert {expert} has "
+                f"codes {tuple(linear.packed.shape)}, another expert has "
+                f"{tuple(self._matrices.packed.shape[1:])}"
+            )
+        self._matrices.packed[place] = linear.packed
+        self._matrices.block_scale[place] = linear.block_scale
+        self._matrices.weight_scale_2[place] = linear.weight_scale_2
+        self._matrices.input_scale[place] = linear.input_scale
+
+    def matrices(self) -> ExpertMatrices:
+        if self._matrices is None:
+            raise InputError(f"{self._source.name}: {self._entry.prefix}: nothing was read")
+        return self._matrices

@@ -47,6 +47,24 @@ class SafetensorsSource:
     def has(self, tensor: str) -> bool:
         return tensor in self._names
 
+    def file_of(self, tensor: str) -> str:  # noqa: ARG002
+        """The one file there is."""
+        return self.name
+
+    def get_row(self, tensor: str, index: int) -> Tensor:
+        """Read ``tensor[index]`` alone.
+
+        Raises:
+            InputError: it cannot be read, or the index is out of range.
+        """
+        try:
+            rows: Tensor = self._file.get_slice(tensor)[index : index + 1]
+        except (self._error, IndexError) as error:
+            raise InputError(f"{self.name}: tensor {tensor} cannot be read: {error}") from error
+        if rows.dim() == 0 or rows.shape[0] != 1:
+            raise InputError(f"{self.name}: tensor {tensor} has no entry {index}")
+        return rows[0]
+
     def get(self, tensor: str) -> Tensor:
         try:
             result: Tensor = self._file.get_tensor(tensor)

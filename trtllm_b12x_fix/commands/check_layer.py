@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_b12x_fix.commands import parsing
 from trtllm_b12x_fix.commands.progress import ProgressLine
 from trtllm_b12x_fix.errors import (
     MATPLOTLIB_MISSING,
@@ -29,6 +30,7 @@ from trtllm_b12x_fix.errors import (
 if TYPE_CHECKING:
     import torch
 
+    from trtllm_b12x_fix.checkpoint.findings import Finding
     from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
     from trtllm_b12x_fix.emulator.contract import KernelContract
     from trtllm_b12x_fix.layer import Activation
@@ -39,25 +41,68 @@ if TYPE_CHECKING:
 NAME = "check-layer"
 HELP = "what baked and repaired scales cost on one layer (default: the embedded real layer)"
 
-ARM_NAMES = ("fix", "baked", "alphas", "fp32-rescale", "unit")
 KERNEL_NAMES = ("auto", "direct-micro", "micro", "static", "dynamic")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of check-layer."""
+    _add_layer_arguments(parser.add_argument_group("layer (default: the embedded real layer)"))
+    _add_check_arguments(parser)
+
+
+def _add_layer_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="an NVFP4 checkpoint: a folder, a safetensors file, or an index; read lazily",
+    )
+    group.add_argument(
+        "--layer",
+        metavar="N",
+        help="block number, or a prefix such as mtp.layers.0, of the layer to check",
+    )
+    group.add_argument(
+        "--list", action="store_true", help="list the checkpoint's MoE layers and stop"
+    )
+    group.add_argument(
+        "--experts",
+        type=parsing.experts,
+        metavar="A-B,...",
+        help="check a sample of experts with random routing (default: all, by the layer's router)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=parsing.positive,
+        metavar="K",
+        help="experts per token (default: what config.json says)",
+    )
+    group.add_argument(
+        "--activations",
+        choices=("relu2", "silu"),
+        help="activation (default: what config.json says, else silu if there is a gate)",
+    )
+    group.add_argument(
+        "--inputs",
+        metavar="FILE.safetensors[:TENSOR]",
+        help="recorded activations [tokens, hidden] (default: N(0,1) at the calibrated amax)",
+    )
+
+
+def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
-        type=_rows,
-        default=_rows("1,2,4,8,17,64"),
+        type=parsing.rows,
+        default=parsing.rows("1,2,4,8,17,64"),
         metavar="N,...",
         help="token counts to check (default: 1,2,4,8,17,64)",
     )
     parser.add_argument(
         "--arms",
-        type=_arms,
+        type=parsing.arms,
         metavar="ARM,...",
-        help=f"arms to run, of {', '.join(ARM_NAMES)} (default: all, fp32-rescale only where the "
-        "layer's activation is relu2)",
+        help=f"arms to run, of {', '.join(parsing.ARM_NAMES)} (default: all, fp32-rescale only "
+        "where the layer's activation is relu2)",
     )
     parser.add_argument(
         "--kernel",
@@ -85,14 +130,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=_seed,
+        type=parsing.seed,
         default=0,
         metavar="N",
         help="order of atomic adds in families that have them (default: 0)",
     )
     parser.add_argument(
         "--gate",
-        type=_gate,
+        type=parsing.gate,
         action="append",
         metavar="ARM:PERCENT",
         help="largest fidelity error allowed, at every row count; repeatable (default: fix at 1%%, "
@@ -109,7 +154,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         B12xFixError: input that cannot be used.
     """
+    _check_options(args)
     _check_targets(args)
+    if args.list:
+        return _list(args)
     progress = ProgressLine(NAME, quiet=args.quiet)
     with progress:
         progress("loading torch")
@@ -129,7 +177,7 @@ def _check(args: argparse.Namespace, progress: ProgressLine) -> LayerCheckResult
     device = _device(args.device)
     contract = _contract(args.flashinfer)
     progress("loading the layer")
-    subject, own = _subject()
+    subject, own, findings = _subject(args)
     arms = _chosen_arms(args.arms, subject.layer.activation)
     settings = Settings(
         contract=contract,
@@ -140,7 +188,8 @@ def _check(args: argparse.Namespace, progress: ProgressLine) -> LayerCheckResult
         seed=args.seed,
     )
     gates = _gates(args.gate, arms)
-    return check(subject.to(device), settings, gates, progress, own.to(device))
+    own = own.to(device) if own else None
+    return check(subject.to(device), settings, gates, progress, own, findings)
 
 
 def _check_targets(args: argparse.Namespace) -> None:
@@ -150,7 +199,7 @@ def _check_targets(args: argparse.Namespace) -> None:
     if args.plot == files.STDOUT == args.json:
         raise InputError("--json - and --plot -: only one report fits standard output")
     for target in (args.plot, args.json):
-        if target:
+        if target is not None:
             files.check_writable(target)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(MATPLOTLIB_MISSING)
@@ -161,9 +210,9 @@ def _report(args: argparse.Namespace, result: LayerCheckResult) -> None:
 
     # Everything is rendered before anything is written, so a failure leaves no half report.
     outputs = []
-    if args.plot:
+    if args.plot is not None:
         outputs.append((args.plot, plot.to_svg(result)))
-    if args.json:
+    if args.json is not None:
         outputs.append((args.json, document.to_json(result)))
     for target, text in outputs:
         files.write(target, text)
@@ -171,11 +220,58 @@ def _report(args: argparse.Namespace, result: LayerCheckResult) -> None:
         terminal.show(table.render(result))
 
 
-def _subject() -> tuple[LayerInput, LayerInput]:
-    """The embedded layer moved to the reported magnitude, and at its own."""
-    from trtllm_b12x_fix.layer_check.embedded import load_inputs
+def _check_options(args: argparse.Namespace) -> None:
+    """Options that only make sense together."""
+    if args.checkpoint is None:
+        needless = ("layer", "experts", "top_k", "activations", "inputs")
+        for name in needless:
+            if getattr(args, name) is not None:
+                option = name.replace("_", "-")
+                raise InputError(f"--{option} needs --checkpoint PATH; the embedded layer is fixed")
+        if args.list:
+            raise InputError("--list needs --checkpoint PATH")
+    elif args.layer is None and not args.list:
+        raise InputError("--checkpoint needs --layer N; --list shows which layers there are")
 
-    return load_inputs()
+
+def _list(args: argparse.Namespace) -> int:
+    _require_torch()
+    from trtllm_b12x_fix.layer_check.from_checkpoint import list_layers
+    from trtllm_b12x_fix.report import files, listing
+
+    entries, checkpoint = list_layers(args.checkpoint)
+    if args.json is not None:
+        files.write(args.json, listing.to_json(entries, checkpoint))
+    if args.json != files.STDOUT:
+        files.write(files.STDOUT, listing.render(entries, checkpoint))
+    return 0
+
+
+def _subject(
+    args: argparse.Namespace,
+) -> tuple[LayerInput, LayerInput | None, tuple[Finding, ...]]:
+    """The layer to check; for the embedded one also at its own magnitude."""
+    if args.checkpoint is None:
+        from trtllm_b12x_fix.layer_check.embedded import load_inputs
+
+        moved, own = load_inputs()
+        return moved, own, ()
+    from trtllm_b12x_fix.layer import Activation
+    from trtllm_b12x_fix.layer_check.from_checkpoint import Request, load
+
+    loaded = load(
+        Request(
+            path=args.checkpoint,
+            layer=args.layer,
+            tokens=max(args.rows),
+            seed=args.seed,
+            experts=args.experts,
+            top_k=args.top_k,
+            activation=Activation(args.activations) if args.activations else None,
+            inputs=args.inputs,
+        )
+    )
+    return loaded.subject, None, loaded.findings
 
 
 def _contract(version: str | None) -> KernelContract:
@@ -234,37 +330,3 @@ def _require_torch() -> None:
             "check-layer needs torch, which this package never installs by itself: a container "
             "that serves models has it; elsewhere a CPU build is enough (see the README)"
         ) from error
-
-
-def _rows(text: str) -> tuple[int, ...]:
-    try:
-        rows = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers") from error
-    if any(row < 1 for row in rows) or len(set(rows)) != len(rows):
-        raise argparse.ArgumentTypeError(f"{text!r}: row counts must be positive and distinct")
-    return rows
-
-
-def _seed(text: str) -> int:
-    # The check also uses seed + 1, and torch takes 64 signed bits.
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 0 to 10^18 - 1")
-    return int(text)
-
-
-def _arms(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    unknown = [name for name in names if name not in ARM_NAMES]
-    if unknown or len(set(names)) != len(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: arms are {', '.join(ARM_NAMES)}, each once")
-    return names
-
-
-def _gate(text: str) -> tuple[str, float]:
-    match = re.fullmatch(r"([a-z0-9-]+):([0-9]+(?:\.[0-9]*)?|\.[0-9]+)%?", text)
-    if not match or match[1] not in ARM_NAMES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write ARM:PERCENT, such as fix:1 or fp32-rescale:2.5"
-        )
-    return match[1], float(match[2]) / 100

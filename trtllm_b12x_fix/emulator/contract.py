@@ -71,6 +71,21 @@ class StaticBand(enum.Enum):
     PER_EXPERT = "per-expert"
 
 
+class InputQuantization(enum.Enum):
+    """How often FC1's input is quantized; a launch shares where its input scale is one number."""
+
+    SHARED = "shared"  # a token once, for all its experts
+    PER_ROUTE = "per-route"
+
+
+class StaticGroups(enum.Enum):
+    """How many 128-wide slices static sums in fp32 before its first rounding, from 0.7.0."""
+
+    PAIRS = "pairs"
+    #: three where the intermediate has three, top-k is above 1 and 1920 rows or more are routed
+    PAIRS_OR_THREE = "pairs-or-three"
+
+
 class GatedDynamic(enum.Enum):
     """Which dynamic kernel serves gated layers with an intermediate of at most 512."""
 
@@ -83,7 +98,8 @@ class Shape:
     """What the dispatch looks at.
 
     Attributes:
-        intermediate: size before padding to 128.
+        intermediate: size of the tensors handed to the wrapper (TensorRT-LLM pads them).
+        sharing: whether one input scale serves all experts.
         graph_capacity: ``max_num_tokens`` of a CUDA-graph wrapper, whose dynamic workspace fixes
             the tile of every call; ``None`` without CUDA graphs.
     """
@@ -95,6 +111,7 @@ class Shape:
     experts: int
     activation: Activation
     graph_capacity: int | None = None
+    sharing: InputQuantization = InputQuantization.PER_ROUTE
 
     @property
     def routed_rows(self) -> int:
@@ -127,6 +144,7 @@ class KernelContract:
     static_band: StaticBand
     static_output: OutputSum
     gated_dynamic: GatedDynamic
+    static_groups: StaticGroups = StaticGroups.PAIRS
     exceptions: tuple[str, ...] = ()
     allowed: frozenset[KernelFamily] = frozenset(KernelFamily)
 
@@ -152,8 +170,19 @@ class KernelContract:
             return 640
         if self.static_band is StaticBand.FLAT_1024 or shape.intermediate <= TILE:
             return 1024
-        whole_tiles = shape.intermediate % TILE == 0
-        return max(1024, (8 if whole_tiles else 16) * shape.experts)
+        rows_per_expert = 8 if shape.intermediate % TILE == 0 else 16
+        three = shape.activation.is_gated and self._merges_three(
+            shape, rows_per_expert * shape.experts
+        )
+        return max(1024, (17 if three else rows_per_expert) * shape.experts)
+
+    def _merges_three(self, shape: Shape, rows: int) -> bool:
+        return (
+            self.static_groups is StaticGroups.PAIRS_OR_THREE
+            and shape.padded_intermediate == 3 * TILE
+            and shape.top_k > 1
+            and rows >= 1920
+        )
 
     def supports_direct_micro(self, shape: Shape) -> bool:
         """Whether direct micro could run this shape at all (bands aside)."""
@@ -209,7 +238,8 @@ class KernelContract:
 
     def _output_sum(self, family: KernelFamily, shape: Shape) -> tuple[OutputSum, int]:
         if family is KernelFamily.STATIC and self.static_output is OutputSum.FP32_SLOTS:
-            return OutputSum.FP32_SLOTS, 2
+            three = self._merges_three(shape, shape.routed_rows)
+            return OutputSum.FP32_SLOTS, 3 if three else 2
         if family is KernelFamily.DYNAMIC and self.retains_slices(shape):
             # Above 256 tokens (no decode step) a mix of 2 and all slices, by grid size.
             slices = shape.padded_intermediate // TILE
@@ -228,7 +258,7 @@ class KernelContract:
             and shape.activation.is_gated
             and shape.padded_intermediate <= 512
             and tile_rows >= 96 * shape.experts
-            and shape.top_k <= 16
+            and shape.top_k <= (32 if shape.sharing is InputQuantization.SHARED else 16)
             and shape.hidden <= 16384
         )
 
@@ -268,10 +298,10 @@ _V0_7_4 = replace(
     _V0_7_2,
     version="0.7.4",
     static_band=StaticBand.PER_EXPERT,
+    static_groups=StaticGroups.PAIRS_OR_THREE,
     exceptions=(
         "SM120 takes direct micro below 65 routed rows, not 32",
         "direct micro takes 4 tokens of 512 experts, top-10, hidden 2560, intermediate 320, SwiGLU",
-        "static takes 17 rows per expert for gated intermediates of 257 to 384 with top-k above 1",
         _QWEN_EXCEPTION,
     ),
 )
@@ -301,6 +331,8 @@ def contract_for(version: str) -> KernelContract:
     except InvalidVersion as error:
         raise InputError(f"not a FlashInfer version: {version!r}") from error
     for first, end, contract in _TABLE:
+        if wanted.is_prerelease:  # a candidate may lack what its release has
+            break
         if Version(first) <= wanted < Version(end):
             return replace(contract, version=str(wanted))
     raise UnsupportedVersionError(

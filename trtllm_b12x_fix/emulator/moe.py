@@ -122,6 +122,8 @@ def run(
 def _check(tensors: LaunchTensors, x: Tensor, routing: Routing) -> None:
     if x.dtype != torch.bfloat16:
         raise InputError(f"b12x kernels take bf16 activations, got {x.dtype}")
+    if not bool(torch.isfinite(x).all()):
+        raise InputError("activations hold NaN or infinity")
     hidden = tensors.w1_packed.shape[2] * 2
     if x.dim() != 2 or x.shape[1] != hidden:
         raise ShapeError(f"activations must be [tokens, {hidden}], got {tuple(x.shape)}")

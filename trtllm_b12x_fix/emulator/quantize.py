@@ -123,5 +123,5 @@ def _direct_division(blocks: Tensor, amax: Tensor, scale: Tensor, _: Arithmetic)
 def _finish(blocks: Tensor, inverse: Tensor, block_scale: Tensor) -> Quantized:
     codes = e2m1.encode(blocks * inverse.unsqueeze(-1)).flatten(-2)
     # A block whose scale or inverse is zero stores zero codes (the kernels skip packing it).
-    silent = (inverse == 0).repeat_interleave(BLOCK, dim=-1)
+    silent = ((inverse == 0) | (block_scale == 0)).repeat_interleave(BLOCK, dim=-1)
     return Quantized(torch.where(silent, torch.zeros_like(codes), codes), block_scale)

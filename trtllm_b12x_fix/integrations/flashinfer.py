@@ -23,6 +23,7 @@ from trtllm_b12x_fix.emulator.contract import (
     KernelContract,
     Quantizer,
     StaticBand,
+    StaticGroups,
     contract_for,
 )
 from trtllm_b12x_fix.errors import UnsupportedVersionError
@@ -90,6 +91,8 @@ _FIGURES = {
     "_STATIC_COMPACT_CUTOVER_PAIRS_NVFP4_DEFAULT": 1024,
     "_STATIC_COMPACT_CUTOVER_ROWS_PER_EXPERT": 8,
     "_STATIC_COMPACT_CUTOVER_ROWS_PER_EXPERT_PADDED": 16,
+    "_STATIC_MERGED_GROUPS_MIN_PAIRS": 1920,
+    "_STATIC_MERGED_CUTOVER_ROWS_PER_EXPERT": 17,
 }
 
 
@@ -115,6 +118,7 @@ class _Features:
     static_band: StaticBand
     static_output: OutputSum
     gated_dynamic: GatedDynamic
+    static_groups: StaticGroups
 
 
 class _Sources:
@@ -190,6 +194,7 @@ def _features(sources: _Sources) -> _Features:
         static_band=_static_band(sources),
         static_output=_static_output(sources),
         gated_dynamic=_gated_dynamic(sources),
+        static_groups=_static_groups(sources),
     )
 
 
@@ -254,6 +259,12 @@ def _static_output(sources: _Sources) -> OutputSum:
         for node in ast.walk(kernel)
     )
     return OutputSum.FP32_SLOTS if finalizes else OutputSum.BF16_ATOMICS
+
+
+def _static_groups(sources: _Sources) -> StaticGroups:
+    if sources.constant("_STATIC_MERGED_GROUPS_MIN_PAIRS") is not None:
+        return StaticGroups.PAIRS_OR_THREE
+    return StaticGroups.PAIRS
 
 
 def _gated_dynamic(sources: _Sources) -> GatedDynamic:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from trtllm_b12x_fix import __version__
+from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.layer import Projection
 from trtllm_b12x_fix.layer_check import gates
@@ -27,12 +28,15 @@ def check(
     limits: tuple[Gate, ...],
     progress: Progress,
     own_magnitude: LayerInput | None = None,
+    findings: tuple[Finding, ...] = (),
 ) -> LayerCheckResult:
     """Run every arm and judge.
 
     Args:
         own_magnitude: the same layer before its magnitude was moved, for the view that shows why
             small models look clean.
+        findings: what loading the layer brought to light; damage among them is a finding of the
+            check.
     """
     progress("block scales")
     layer = subject.layer
@@ -45,7 +49,7 @@ def check(
         own = _own_magnitude(own_magnitude, settings)
     chosen = plan(settings.contract, layer.activation)
     return LayerCheckResult(
-        verdict=gates.verdict(outcomes),
+        verdict=gates.verdict(outcomes, findings),
         source=layer.source,
         inputs=subject.inputs,
         shape=_shape(subject),
@@ -62,6 +66,7 @@ def check(
         families=families,
         gates=outcomes,
         own_magnitude=own,
+        findings=findings,
         versions=_versions(subject.x.device),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.layer_check.arms import Arm
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
@@ -130,4 +131,5 @@ class LayerCheckResult:
     families: tuple[FamilyResult, ...]
     gates: tuple[GateOutcome, ...]
     own_magnitude: OwnMagnitude | None = None
+    findings: tuple[Finding, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)

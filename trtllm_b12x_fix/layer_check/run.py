@@ -16,7 +16,7 @@ from trtllm_b12x_fix.emulator.arithmetic import (
     OutputSum,
     ScaleConvention,
 )
-from trtllm_b12x_fix.emulator.contract import KernelContract, Shape
+from trtllm_b12x_fix.emulator.contract import InputQuantization, KernelContract, Shape
 from trtllm_b12x_fix.errors import InputError, NoExactFormError
 from trtllm_b12x_fix.layer import MoELayer
 from trtllm_b12x_fix.layer_check.arms import Arm, ResolvedArm, resolve
@@ -95,9 +95,14 @@ class RowCheck:
         )
         self._scales = input_scales(subject.layer, settings.input_scales)
         self._truth = reference.truth(subject.layer, self._x, self._routing)
+        if not bool(torch.isfinite(self._truth).all() and self._truth.any()):
+            raise InputError(
+                "the layer's exact output is zero or not finite for these inputs: there is nothing "
+                "to compare with"
+            )
         self._exact = reference.exact_launch(subject.layer, *self._scales)
         self._published = self._run(self._exact, PUBLISHED)
-        self._references: dict[KernelFamily, moe.MoETrace] = {}
+        self._references: dict[Arithmetic, moe.MoETrace] = {}
 
     def arm(self, arm: Arm) -> ArmResult:
         """Run one arm."""
@@ -109,9 +114,10 @@ class RowCheck:
             args = arguments(resolved.strategy, self._layer, *self._scales, contract)
         except NoExactFormError as error:
             return _unavailable(self._rows, resolved, str(error))
-        arithmetic = contract.arithmetic(resolved.family, self._shape)
-        trace = self._run(args.launch(self._layer), arithmetic)
-        exact = self.reference(resolved.family)
+        launch = args.launch(self._layer)
+        arithmetic = contract.arithmetic(resolved.family, self._shape_of(launch))
+        trace = self._run(launch, arithmetic)
+        exact = self._exact_trace(arithmetic)
         return ArmResult(
             rows=self._rows,
             arm=arm,
@@ -131,13 +137,17 @@ class RowCheck:
 
     def reference(self, family: KernelFamily) -> moe.MoETrace:
         """The family's arithmetic with exact scales, read as the API documents them."""
-        if family not in self._references:
-            self._references[family] = self._run(self._exact, self._correct(family))
-        return self._references[family]
+        return self._exact_trace(self._arithmetic(family))
+
+    def _exact_trace(self, arithmetic: Arithmetic) -> moe.MoETrace:
+        correct = replace(arithmetic, convention=ScaleConvention.DIVISOR)
+        if correct not in self._references:
+            self._references[correct] = self._run(self._exact, correct)
+        return self._references[correct]
 
     def family(self, family: KernelFamily) -> FamilyResult:
         """What the family itself costs."""
-        arithmetic = self._correct(family)
+        arithmetic = self._arithmetic(family)
         exact = self.reference(family)
         fp32_sum = replace(arithmetic, output_sum=OutputSum.FP32)
         unsummed = self._run(self._exact, fp32_sum)
@@ -161,9 +171,15 @@ class RowCheck:
             ).relative_rms,
         )
 
-    def _correct(self, family: KernelFamily) -> Arithmetic:
-        arithmetic = self._settings.contract.arithmetic(family, self._shape)
+    def _arithmetic(self, family: KernelFamily) -> Arithmetic:
+        shape = self._shape_of(self._exact)
+        arithmetic = self._settings.contract.arithmetic(family, shape)
         return replace(arithmetic, convention=ScaleConvention.DIVISOR)
+
+    def _shape_of(self, launch: moe.LaunchTensors) -> Shape:
+        shared = launch.input_global_scale.numel() == 1
+        sharing = InputQuantization.SHARED if shared else InputQuantization.PER_ROUTE
+        return replace(self._shape, sharing=sharing)
 
     def _run(
         self, tensors: moe.LaunchTensors, arithmetic: Arithmetic, seed: int | None = None

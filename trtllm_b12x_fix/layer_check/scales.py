@@ -18,7 +18,8 @@ class ScaleDamage:
     """Damage of the baked block scales of one projection, over blocks with a non-zero weight.
 
     Attributes:
-        blocks: how many blocks count; all-zero blocks (padding, pruned) do not.
+        blocks: how many blocks count; all-zero blocks (padding, pruned) and blocks whose scale is
+            zero in the file do not.
         zero_fraction: baked scales that are exactly 0, so 16 non-zero weights vanish.
         subnormal_fraction: baked scales that are non-zero E4M3 subnormals.
         mean_relative_error, max_relative_error: of the baked scale against
@@ -45,7 +46,8 @@ def damage(matrices: ExpertMatrices) -> ScaleDamage:
     error_sum = largest = 0.0
     means: list[float] = []
     for expert in range(matrices.experts):
-        counted = ~block_is_zero(matrices.packed[expert])
+        # A scale that is zero in the file is lost already: baking cannot be blamed for it.
+        counted = ~block_is_zero(matrices.packed[expert]) & (matrices.block_scale[expert] != 0)
         errors = _relative_errors(matrices, baked, expert)[counted]
         bytes_ = baked[expert][counted]
         total += errors.numel()

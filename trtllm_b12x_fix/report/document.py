@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.layer_check.result import (
     ArmResult,
     FamilyResult,
@@ -49,6 +50,7 @@ def to_document(result: LayerCheckResult) -> dict[str, Any]:
         "families": [_family(family) for family in result.families],
         "gates": [_gate(gate) for gate in result.gates],
         "own_magnitude": _own(result.own_magnitude) if result.own_magnitude else None,
+        "findings": [finding_document(finding) for finding in result.findings],
         "versions": result.versions,
         "seed": result.seed,
     }
@@ -120,6 +122,11 @@ def _gate(gate: GateOutcome) -> dict[str, Any]:
         "passed": gate.passed,
         "reason": gate.reason or None,
     }
+
+
+def finding_document(finding: Finding) -> dict[str, Any]:
+    """One finding as a plain dict."""
+    return {**asdict(finding), "severity": finding.severity.value}
 
 
 def _own(own: OwnMagnitude) -> dict[str, Any]:

@@ -47,9 +47,11 @@ def check_writable(target: str) -> None:
     Raises:
         InputError: the target is a folder, or its folder is missing or not writable.
     """
-    path = Path(target)
     if target == STDOUT:
         return
+    if not target:
+        raise InputError("cannot write a report to an empty file name")
+    path = Path(target)
     if path.is_dir():
         raise InputError(f"cannot write {target}: it is a folder")
     if not path.parent.is_dir():

@@ -21,7 +21,14 @@ Noise = dict[tuple[int, KernelFamily], float]
 
 def render(result: LayerCheckResult) -> str:
     """The report as plain text, ending in a newline."""
-    parts = [_header(result), _answer(result), _scales(result), _arms(result), _families(result)]
+    parts = [
+        _header(result),
+        _answer(result),
+        _findings(result),
+        _scales(result),
+        _arms(result),
+        _families(result),
+    ]
     if result.own_magnitude is not None:
         parts.append(_own(result))
     parts.append(_footnotes(result))
@@ -116,6 +123,19 @@ def _gate(gate: GateOutcome) -> str:
     if gate.reason:
         where += f" ({gate.reason})"
     return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {where}"
+
+
+_SHOWN_FINDINGS = 8
+
+
+def _findings(result: LayerCheckResult) -> str:
+    lines = [
+        bullet(f"{finding.severity.value}: {finding.tensor or finding.file}: {finding.message}")
+        for finding in result.findings[:_SHOWN_FINDINGS]
+    ]
+    if len(result.findings) > _SHOWN_FINDINGS:
+        lines.append(bullet(f"and {len(result.findings) - _SHOWN_FINDINGS} more (--json has all)"))
+    return "\n".join(["findings in the checkpoint", *lines]) if lines else ""
 
 
 _SCALE_HEADER = [

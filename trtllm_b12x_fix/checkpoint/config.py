@@ -1,0 +1,117 @@
+"""What a checkpoint's config says about routing and activation; shapes come from tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtllm_b12x_fix.checkpoint import conventions
+from trtllm_b12x_fix.checkpoint.discovery import LayerEntry
+from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
+from trtllm_b12x_fix.checkpoint.router import Renormalize, RouterSpec, Scoring
+from trtllm_b12x_fix.errors import InputError
+from trtllm_b12x_fix.layer import Activation
+
+#: Activation names of configs; anything else is not emulated.
+_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
+
+
+class ModelConfig:
+    """A ``config.json``, its text section where it has several."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        sections = [raw.get(name) for name in conventions.CONFIG_SECTIONS]
+        inner = next((section for section in sections if isinstance(section, dict)), {})
+        self._values = {**raw, **inner}
+
+    def _first(self, keys: tuple[str, ...]) -> Any:
+        return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
+
+    def _integer(self, key: str, default: int) -> int:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"config.json: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def top_k(self) -> int | None:
+        """Experts per token, where the config says.
+
+        Raises:
+            InputError: it is not a positive integer.
+        """
+        key = next((k for k in conventions.TOP_K_KEYS if self._values.get(k) is not None), None)
+        return self._integer(key, 1) if key else None
+
+    def activation(self, entry: LayerEntry) -> Activation:
+        """The layer's activation: gated layers are SwiGLU, others relu2.
+
+        Raises:
+            InputError: the config names one that is not emulated, or contradicts the tensors.
+        """
+        name = self._first(conventions.ACTIVATION_KEYS)
+        if name is None:
+            return Activation.SILU if entry.is_gated else Activation.RELU2
+        activation = _ACTIVATIONS.get(str(name).lower())
+        if activation is None:
+            raise InputError(
+                f"config.json: activation {name!r} is not emulated; b12x serves silu and relu2 here"
+            )
+        if activation.is_gated != entry.is_gated:
+            raise InputError(
+                f"config.json says {name}, but {entry.prefix} has "
+                f"{'a' if entry.is_gated else 'no'} gate projection"
+            )
+        return activation
+
+    def router_spec(self, top_k: int) -> RouterSpec:
+        """How the router scores and limits.
+
+        Raises:
+            InputError: a value that makes no sense.
+        """
+        scaling = self._values.get("routed_scaling_factor")
+        if scaling is not None and not isinstance(scaling, (int, float)):
+            raise InputError(f"config.json: routed_scaling_factor is {scaling!r}")
+        renormalize = self._values.get("norm_topk_prob", True)
+        return RouterSpec(
+            top_k=top_k,
+            scoring=self._scoring(),
+            renormalize=Renormalize.YES if renormalize else Renormalize.NO,
+            groups=self._integer("n_group", 1),
+            top_groups=self._integer("topk_group", 1),
+            scaling=1.0 if scaling is None else float(scaling),
+        )
+
+    def _scoring(self) -> Scoring:
+        named = self._values.get("scoring_func")
+        if named is not None:
+            try:
+                return Scoring(named)
+            except ValueError as error:
+                raise InputError(f"config.json: scoring_func {named!r} is not known") from error
+        sigmoid = self._values.get("model_type") in conventions.SIGMOID_MODEL_TYPES
+        return Scoring.SIGMOID if sigmoid else Scoring.SOFTMAX
+
+    def contradictions(self, entry: LayerEntry) -> list[Finding]:
+        """Where the config says other sizes than the tensors have."""
+        claims = (
+            ("experts", conventions.EXPERT_COUNT_KEYS, entry.experts),
+            ("intermediate size", conventions.INTERMEDIATE_KEYS, entry.intermediate),
+            ("hidden size", (conventions.HIDDEN_KEY,), entry.hidden),
+        )
+        findings = []
+        for what, keys, actual in claims:
+            claimed = self._first(keys)
+            if isinstance(claimed, int) and claimed != actual:
+                findings.append(
+                    Finding(
+                        Severity.NOTE,
+                        "config-contradicts-tensors",
+                        f"config.json says {what} {claimed}, the experts' tensors have {actual}; "
+                        "the tensors count (a latent MoE works at a smaller size)",
+                        file="config.json",
+                        layer=entry.prefix,
+                    )
+                )
+        return findings

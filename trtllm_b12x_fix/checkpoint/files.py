@@ -1,0 +1,222 @@
+"""A checkpoint on disk: one file or a folder of shards, with or without an index.
+
+Headers are read up front (kilobytes); tensors are read one at a time, when asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
+from trtllm_b12x_fix.checkpoint.header import TensorInfo, parse_object, read_header
+from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
+from trtllm_b12x_fix.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+#: An index or config larger than this is no index or config.
+_MAX_JSON_BYTES = 100_000_000
+
+
+@dataclass
+class Checkpoint:
+    """Tensors of a checkpoint by name, whatever file they are in.
+
+    Attributes:
+        path: what the user named.
+        tensors: header information of every tensor whose shard is there.
+        config: ``config.json``, empty where there is none.
+        findings: what opening it brought to light.
+    """
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    config: dict[str, Any]
+    findings: list[Finding]
+    _files: dict[str, Path] = field(repr=False)
+    _missing: dict[str, str] = field(repr=False)
+    _open: dict[Path, SafetensorsSource] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """What to call the checkpoint in messages."""
+        return self.path.name or str(self.path)
+
+    def names(self) -> list[str]:
+        """Every tensor name, those of missing shards included."""
+        return [*self.tensors, *self._missing]
+
+    def has(self, tensor: str) -> bool:
+        """Whether the checkpoint has the tensor, in a shard that may be missing here."""
+        return tensor in self.tensors or tensor in self._missing
+
+    def file_of(self, tensor: str) -> str:
+        """Name of the file a tensor is in, for messages."""
+        path = self._files.get(tensor)
+        return path.name if path else self._missing.get(tensor, self.name)
+
+    def info(self, tensor: str) -> TensorInfo:
+        """Header information of one tensor.
+
+        Raises:
+            InputError: it is not there, or its shard is not.
+        """
+        self._require(tensor)
+        return self.tensors[tensor]
+
+    def get(self, tensor: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            InputError: it is not there, its shard is not, or it cannot be read.
+        """
+        return self._source(tensor).get(tensor)
+
+    def get_row(self, tensor: str, index: int) -> Tensor:
+        """Read ``tensor[index]`` alone: one expert of a fused tensor.
+
+        Raises:
+            InputError: as :meth:`get`, or the index is out of range.
+        """
+        return self._source(tensor).get_row(tensor, index)
+
+    def _require(self, tensor: str) -> None:
+        if tensor in self._missing:
+            raise InputError(
+                f"{self.name}: tensor {tensor} is in {self._missing[tensor]}, which is missing: "
+                "download that shard"
+            )
+        if tensor not in self.tensors:
+            raise InputError(f"{self.name}: tensor {tensor} is missing")
+
+    def _source(self, tensor: str) -> SafetensorsSource:
+        self._require(tensor)
+        path = self._files[tensor]
+        if path not in self._open:
+            self._open[path] = SafetensorsSource(path)
+        return self._open[path]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a safetensors file, an index, or a folder (a hub snapshot of links included).
+
+    Raises:
+        InputError: nothing readable there, a pickle, a header or index that lies, or one tensor in
+            two files.
+    """
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
+        return _from_shards(path, path.parent, [path])
+    folder = path if path.is_dir() else path.parent
+    indexes = [path] if path.is_file() else sorted(folder.glob(f"*{_INDEX_SUFFIX}"))
+    if len(indexes) > 1:
+        names = ", ".join(index.name for index in indexes)
+        raise InputError(f"{path}: several indexes ({names}): name one of them")
+    if indexes:
+        return _from_index(path, folder, indexes[0])
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise InputError(f"{path}: {_why_empty(folder)}")
+    return _from_shards(path, folder, shards)
+
+
+def _why_empty(folder: Path) -> str:
+    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        return (
+            f"no safetensors file; {pickles[0]} is a pickle, refused unread (it could run code): "
+            "convert the checkpoint to safetensors"
+        )
+    return "no safetensors file in this folder"
+
+
+def _from_shards(path: Path, folder: Path, shards: list[Path]) -> Checkpoint:
+    tensors: dict[str, TensorInfo] = {}
+    files: dict[str, Path] = {}
+    for shard in shards:
+        for tensor, info in read_header(shard).items():
+            if tensor in files:
+                raise InputError(
+                    f"{path}: tensor {tensor} is in both {files[tensor].name} and {shard.name}, "
+                    "and no index says which counts"
+                )
+            tensors[tensor], files[tensor] = info, shard
+    return Checkpoint(path, tensors, read_config(folder), [], files, {})
+
+
+def _from_index(path: Path, folder: Path, index: Path) -> Checkpoint:
+    weight_map = _weight_map(index)
+    tensors: dict[str, TensorInfo] = {}
+    files: dict[str, Path] = {}
+    missing: dict[str, str] = {}
+    findings: list[Finding] = []
+    for name in sorted(set(weight_map.values())):
+        wanted = [tensor for tensor, shard in weight_map.items() if shard == name]
+        shard = folder / name
+        if not shard.is_file():
+            missing |= dict.fromkeys(wanted, name)
+            findings.append(_missing_shard(index.name, name, len(wanted)))
+            continue
+        header = read_header(shard)
+        for tensor in wanted:
+            if tensor not in header:
+                raise InputError(f"{index.name}: says {tensor} is in {name}, but it is not")
+            tensors[tensor], files[tensor] = header[tensor], shard
+    return Checkpoint(path, tensors, read_config(folder), findings, files, missing)
+
+
+def _missing_shard(index: str, shard: str, tensors: int) -> Finding:
+    return Finding(
+        Severity.NOTE,
+        "missing-shard",
+        f"{index} puts {tensors} tensors in {shard}, which is not there; layers in it cannot be "
+        "checked",
+        file=shard,
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    content = read_json(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index.name}: no weight_map")
+    for tensor, shard in weight_map.items():
+        # Only plain names: an index must not make us read outside its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
+            raise InputError(f"{index.name}: {tensor} is put in {shard!r}, not a plain file name")
+        if shard.endswith(_PICKLE_SUFFIXES):
+            raise InputError(
+                f"{index.name}: {tensor} is in {shard}, a pickle, refused unread: convert the "
+                "checkpoint to safetensors"
+            )
+    return weight_map
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a folder, or nothing.
+
+    Raises:
+        InputError: it is there and cannot be read.
+    """
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        InputError: unreadable, too large, or not a JSON object.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise InputError(f"{path.name}: {path.stat().st_size} bytes are too many for JSON")
+        return parse_object(path.name, path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,141 @@
+"""Safetensors headers, read and checked without touching a tensor.
+
+Format: https://github.com/huggingface/safetensors#format (8 bytes of little-endian header length,
+a JSON object, then the data). The data itself is read by the safetensors library.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_b12x_fix.errors import InputError
+
+#: The library's own limit; a longer header is a lie or an attack.
+MAX_HEADER_BYTES = 100_000_000
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+
+#: Bits per element of the dtypes that checkpoints of interest use.
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+}  # fmt: skip
+
+# First bytes of what torch.save and pickle write: a zip archive, or a pickle's protocol mark.
+_PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor: dtype name, shape, byte range in the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read and check one file's header.
+
+    Raises:
+        InputError: missing, truncated, a pickle, or a header that lies about sizes, offsets or
+            repeats a tensor; the message names file and tensor.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(_LENGTH_BYTES)
+            if start.startswith(_PICKLE_MAGIC):
+                raise InputError(
+                    f"{path.name}: a pickle, refused unread (it could run code): convert the "
+                    "checkpoint to safetensors"
+                )
+            length = int.from_bytes(start, "little")
+            if len(start) < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+                raise InputError(
+                    f"{path.name}: not a safetensors file, or truncated: {size} bytes cannot hold "
+                    f"a header of {length}"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return _check(
+        path.name, parse_object(f"{path.name}: header", raw), size - _LENGTH_BYTES - length
+    )
+
+
+def parse_object(name: str, raw: bytes) -> dict[str, Any]:
+    """A JSON object in which no key stands twice.
+
+    Raises:
+        InputError: not JSON, not an object, or a repeated key; ``name`` says where.
+    """
+
+    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) != len(keys):
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            raise InputError(f"{name}: names {repeated!r} twice")
+        return dict(pairs)
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=no_repeats)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name}: not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise InputError(f"{name}: not a JSON object")
+    return parsed
+
+
+def _check(name: str, header: dict[str, Any], data_bytes: int) -> dict[str, TensorInfo]:
+    tensors = {
+        tensor: _info(name, tensor, entry)
+        for tensor, entry in header.items()
+        if tensor != _METADATA
+    }
+    for tensor, info in tensors.items():
+        if info.end > data_bytes:
+            raise InputError(
+                f"{name}: tensor {tensor} ends at byte {info.end} of {data_bytes} bytes of data: "
+                "truncated, or a lying header"
+            )
+        bits = _BITS.get(info.dtype)
+        if bits is not None and (info.end - info.begin) * 8 != math.prod(info.shape) * bits:
+            raise InputError(
+                f"{name}: tensor {tensor}: {info.dtype} {list(info.shape)} does not take the "
+                f"{info.end - info.begin} bytes its offsets give it"
+            )
+    _no_overlap(name, tensors)
+    return tensors
+
+
+def _info(name: str, tensor: str, entry: Any) -> TensorInfo:
+    try:
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        dtype = entry["dtype"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise InputError(
+            f"{name}: tensor {tensor}: the header needs dtype, shape and data_offsets"
+        ) from error
+    numbers = (*shape, begin, end)
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise InputError(f"{name}: tensor {tensor}: dtype, shape or offsets are not what they say")
+    if begin > end:
+        raise InputError(f"{name}: tensor {tensor}: offsets [{begin}, {end}] run backwards")
+    return TensorInfo(dtype, shape, begin, end)
+
+
+def _no_overlap(name: str, tensors: dict[str, TensorInfo]) -> None:
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
+    for (first, left), (second, right) in itertools.pairwise(ordered):
+        if right.begin < left.end:
+            raise InputError(f"{name}: tensors {first} and {second} overlap in the file")

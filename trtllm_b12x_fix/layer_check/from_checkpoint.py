@@ -1,0 +1,216 @@
+"""A layer of a user's checkpoint as input of a layer check: inputs, routing, the routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtllm_b12x_fix.checkpoint import conventions
+from trtllm_b12x_fix.checkpoint.assemble import largest_input_scales, load_experts
+from trtllm_b12x_fix.checkpoint.config import ModelConfig
+from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, choose, discover
+from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
+from trtllm_b12x_fix.checkpoint.findings import Finding
+from trtllm_b12x_fix.checkpoint.router import Router, random_routing
+from trtllm_b12x_fix.emulator.moe import Routing
+from trtllm_b12x_fix.errors import InputError, ShapeError
+from trtllm_b12x_fix.formats.nvfp4 import CALIBRATION_MAX
+from trtllm_b12x_fix.layer import Activation, MoELayer, pad_activations, pad_to_tiles
+from trtllm_b12x_fix.layer_check.run import LayerInput
+
+#: Tensor names tried in a file of recorded activations when none is named.
+RECORDED_NAMES = ("hidden_states", "recorded.hidden_states", "x")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to load.
+
+    Attributes:
+        layer: block number or prefix.
+        experts: a sample of experts, ``None`` for all.
+        top_k: overrides the config.
+        activation: overrides the config and the tensors' own evidence.
+        inputs: ``FILE.safetensors`` or ``FILE.safetensors:TENSOR`` of recorded activations.
+        tokens: how many tokens are needed.
+        seed: of random inputs and routing.
+    """
+
+    path: Path
+    layer: str
+    tokens: int
+    seed: int
+    experts: tuple[int, ...] | None = None
+    top_k: int | None = None
+    activation: Activation | None = None
+    inputs: str | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The layer check's input and what loading brought to light."""
+
+    subject: LayerInput
+    findings: tuple[Finding, ...]
+
+
+def load(request: Request) -> Loaded:
+    """Read what one layer's check needs: its router, and the experts that tokens are routed to.
+
+    Raises:
+        B12xFixError: the checkpoint or the request cannot be used; the message names what.
+    """
+    checkpoint = open_checkpoint(request.path)
+    entry = choose(discover(checkpoint), request.layer, checkpoint.name)
+    config = ModelConfig(checkpoint.config)
+    activation = request.activation or config.activation(entry)
+    pool = _pool(request.experts, entry)
+    top_k = _top_k(request, config, len(pool))
+    generator = torch.Generator().manual_seed(request.seed)
+    x, inputs = _inputs(request, checkpoint, entry, generator)
+    ids, weights, routed = _route(checkpoint, entry, config, x, pool, top_k, generator)
+    used, local = _used_experts(ids)
+    loaded = load_experts(checkpoint, entry, used, activation, _describe(checkpoint, entry, used))
+    if loaded.layer.hidden != x.shape[1]:
+        raise ShapeError(
+            f"inputs are [{x.shape[0]}, {x.shape[1]}], {entry.prefix} works on "
+            f"{loaded.layer.hidden}"
+        )
+    subject = _subject(loaded.layer, x, Routing(local, weights), f"{inputs}; {routed}")
+    findings = (*checkpoint.findings, *config.contradictions(entry), *loaded.findings)
+    return Loaded(subject, findings)
+
+
+def _subject(layer: MoELayer, x: Tensor, routing: Routing, inputs: str) -> LayerInput:
+    padded = pad_to_tiles(layer)
+    return LayerInput(padded, pad_activations(x, padded.hidden), routing, inputs)
+
+
+def _describe(checkpoint: Checkpoint, entry: LayerEntry, used: Sequence[int]) -> str:
+    some = "" if len(used) == entry.experts else f", {len(used)} of {entry.experts} experts read"
+    return f"{checkpoint.name}: {entry.prefix} ({entry.dialect.value}, {entry.storage.value}{some})"
+
+
+def _pool(asked: tuple[int, ...] | None, entry: LayerEntry) -> tuple[int, ...]:
+    if asked is None:
+        return tuple(range(entry.experts))
+    if beyond := [expert for expert in asked if expert >= entry.experts]:
+        raise InputError(f"{entry.prefix} has experts 0 to {entry.experts - 1}, not {beyond[0]}")
+    return asked
+
+
+def _top_k(request: Request, config: ModelConfig, experts: int) -> int:
+    top_k = request.top_k or config.top_k()
+    if top_k is None:
+        raise InputError("config.json does not say how many experts a token takes: give --top-k")
+    if top_k > experts:
+        raise InputError(f"top-k is {top_k}, but only {experts} experts take part")
+    return top_k
+
+
+def _inputs(
+    request: Request, checkpoint: Checkpoint, entry: LayerEntry, generator: torch.Generator
+) -> tuple[Tensor, str]:
+    if request.inputs is not None:
+        return _recorded(request.inputs, request.tokens)
+    x = torch.randn(request.tokens, entry.hidden, generator=generator)
+    # The calibrated scale says what amax the layer's inputs have: 2688 times it.
+    scale, _ = largest_input_scales(checkpoint, entry)
+    x = (x * (CALIBRATION_MAX * scale / x.abs().max())).to(torch.bfloat16)
+    return x, "N(0,1) scaled so that the largest is 2688 * input_scale"
+
+
+def _recorded(where: str, tokens: int) -> tuple[Tensor, str]:
+    path, _, tensor = where.partition(".safetensors")
+    source = open_checkpoint(Path(f"{path}.safetensors"))
+    name = tensor.removeprefix(":") or next((n for n in RECORDED_NAMES if source.has(n)), "")
+    if not name:
+        raise InputError(
+            f"{source.name}: none of {', '.join(RECORDED_NAMES)} in it: name the tensor with "
+            "--inputs FILE.safetensors:TENSOR"
+        )
+    x = source.get(name)
+    if not x.is_floating_point() or x.dim() != 2:
+        raise InputError(
+            f"{source.name}: {name} must be floating [tokens, hidden], got {x.dtype} "
+            f"{tuple(x.shape)}"
+        )
+    if x.shape[0] < tokens:
+        raise InputError(f"{source.name}: {name} has {x.shape[0]} tokens, --rows asks for {tokens}")
+    x = x[:tokens].to(torch.bfloat16)
+    if not bool(torch.isfinite(x).all()):
+        raise InputError(f"{source.name}: {name} holds NaN or infinity")
+    return x, f"recorded ({source.name}: {name})"
+
+
+def _route(
+    checkpoint: Checkpoint,
+    entry: LayerEntry,
+    config: ModelConfig,
+    x: Tensor,
+    pool: tuple[int, ...],
+    top_k: int,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor, str]:
+    """Expert ids (of the whole layer), routing weights, and how they came about."""
+    router, why_not = _router(checkpoint, entry, config, x, pool, top_k)
+    if router is not None:
+        ids, weights = router.route(x)
+        return ids, weights, f"the layer's own router ({router.spec.scoring.value})"
+    ids, weights = random_routing(x.shape[0], len(pool), top_k, generator)
+    return torch.tensor(pool)[ids], weights, f"random routing ({why_not})"
+
+
+def _router(
+    checkpoint: Checkpoint,
+    entry: LayerEntry,
+    config: ModelConfig,
+    x: Tensor,
+    pool: tuple[int, ...],
+    top_k: int,
+) -> tuple[Router | None, str]:
+    base = entry.prefix.removesuffix("experts")
+    name = next((base + n for n in conventions.ROUTER_WEIGHTS if checkpoint.has(base + n)), None)
+    if name is None:
+        return None, "the file has no router"
+    if len(pool) < entry.experts:
+        return None, "a sample of experts was asked for"
+    weight = checkpoint.get(name)
+    if not weight.is_floating_point() or weight.dim() != 2 or weight.shape[0] != entry.experts:
+        raise InputError(
+            f"{checkpoint.file_of(name)}: {name} must be floating [{entry.experts}, hidden], got "
+            f"{weight.dtype} {tuple(weight.shape)}"
+        )
+    if weight.shape[1] != x.shape[1]:
+        return None, (
+            f"the router works on {weight.shape[1]}, the experts on {x.shape[1]}: a latent MoE"
+        )
+    bias = next((base + n for n in conventions.ROUTER_BIASES if checkpoint.has(base + n)), None)
+    values = checkpoint.get(bias) if bias else None
+    if values is not None and tuple(values.shape) != (entry.experts,):
+        raise InputError(
+            f"{checkpoint.name}: {bias} must be [{entry.experts}], got {tuple(values.shape)}"
+        )
+    if not bool(torch.isfinite(weight.float()).all()):
+        raise InputError(f"{checkpoint.file_of(name)}: {name} holds NaN or infinity")
+    return Router(weight, values, config.router_spec(top_k)), ""
+
+
+def _used_experts(ids: Tensor) -> tuple[list[int], Tensor]:
+    """Experts that have work, and the ids renumbered to their places in that list."""
+    used, local = ids.unique(return_inverse=True)
+    return used.tolist(), local
+
+
+def list_layers(path: Path) -> tuple[list[LayerEntry], Checkpoint]:
+    """The MoE layers of a checkpoint, from headers alone.
+
+    Raises:
+        B12xFixError: the checkpoint cannot be used.
+    """
+    checkpoint = open_checkpoint(path)
+    return discover(checkpoint), checkpoint

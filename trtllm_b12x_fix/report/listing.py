@@ -1,0 +1,72 @@
+"""The MoE layers of a checkpoint, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Stack
+from trtllm_b12x_fix.checkpoint.files import Checkpoint
+from trtllm_b12x_fix.report.document import finding_document
+from trtllm_b12x_fix.report.text import bullet, grid, paragraph, printable
+
+SCHEMA = "trtllm-b12x-fix/list-layers/1"
+_HEADER = ["layer", "experts", "hidden", "intermediate", "gate", "dialect", "storage", "prefix"]
+
+
+def to_json(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
+    """The list as a JSON document, ending in a newline."""
+    document = {
+        "schema": SCHEMA,
+        "verdict": "good" if entries else "finding",
+        "source": checkpoint.name,
+        "layers": [_entry(entry) for entry in entries],
+        "findings": [finding_document(finding) for finding in checkpoint.findings],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _entry(entry: LayerEntry) -> dict[str, Any]:
+    return {
+        "number": entry.number,
+        "prefix": entry.prefix,
+        "stack": entry.stack.value,
+        "experts": entry.experts,
+        "hidden": entry.hidden,
+        "intermediate": entry.intermediate,
+        "gated": entry.is_gated,
+        "dialect": entry.dialect.value,
+        "storage": entry.storage.value,
+        "present": entry.present,
+    }
+
+
+def render(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
+    """The list as a table, ending in a newline."""
+    parts = []
+    if entries:
+        parts.append(grid(_HEADER, [_row(entry) for entry in entries], left=1))
+    else:
+        parts.append(
+            paragraph(
+                f"{checkpoint.name}: no NVFP4 mixture-of-experts layer. Unquantized experts and "
+                "dense layers are not listed; there b12x loses nothing."
+            )
+        )
+    if checkpoint.findings:
+        parts.append("\n".join(bullet(finding.message) for finding in checkpoint.findings))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(entry: LayerEntry) -> list[str]:
+    number = "-" if entry.number is None else str(entry.number)
+    return [
+        number if entry.stack is Stack.MODEL else f"{number} (side stack)",
+        str(entry.experts),
+        str(entry.hidden),
+        str(entry.intermediate),
+        "yes" if entry.is_gated else "no",
+        entry.dialect.value,
+        entry.storage.value,
+        printable(entry.prefix) + ("" if entry.present else "  (a shard is missing)"),
+    ]
