@@ -14,10 +14,21 @@ from trtllm_b12x_fix.emulator.contract import InputQuantization, Shape, contract
 from trtllm_b12x_fix.layer import Activation
 
 ORDER_SEED = 0
+#: Stands for whatever capacity gave a CUDA-graph wrapper its 128-row tile.
+_ANY_CAPACITY = 1_000_000
 
 
 def emulate(call: Any) -> None:
     """Fill ``call.output``; ``call`` is a tests.flashinfer.harness.KernelCall."""
+    _emulate(call, ORDER_SEED)
+
+
+def emulate_in_slot_order(call: Any) -> None:
+    """The same with atomic adds in slot order, for comparisons without our random order."""
+    _emulate(call, None)
+
+
+def _emulate(call: Any, order_seed: int | None) -> None:
     activation = Activation(call.activation)
     shape = Shape(
         tokens=call.x.shape[0],
@@ -26,7 +37,7 @@ def emulate(call: Any) -> None:
         intermediate=call.n,
         experts=call.w1_packed.shape[0],
         activation=activation,
-        graph_capacity=call.getter_kwargs.get("graph_capacity"),
+        graph_capacity=_ANY_CAPACITY if call.mma_tiler_mn == (128, 128) else None,
         sharing=(InputQuantization.SHARED if call.input_gs_shared else InputQuantization.PER_ROUTE),
     )
     arithmetic = contract_for(call.version).arithmetic(KernelFamily(call.family), shape)
@@ -44,7 +55,7 @@ def emulate(call: Any) -> None:
         activation=activation,
     )
     routing = moe.Routing(call.expert_ids, call.expert_weights)
-    trace = moe.run(launch, call.x, routing, arithmetic, ORDER_SEED)
+    trace = moe.run(launch, call.x, routing, arithmetic, order_seed)
     call.output.copy_(trace.output)
 
 

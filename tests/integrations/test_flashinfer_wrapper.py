@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import oracle_moe
 from tests.kernel_backend import ORDER_SEED
 from tests.layers import make_inputs, make_layer
 from tests.planted.defects import DEFECTS
+from tests.unit.test_against_second_implementation import decoded
 from trtllm_b12x_fix.emulator import reference
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.emulator.contract import (
@@ -40,12 +42,14 @@ WORKER = Path(__file__).parents[1] / "flashinfer" / "worker.py"
 pytestmark = [pytest.mark.slow]
 
 
-def run_worker(version: str, jobs: list[dict], folder: Path) -> list[dict]:
+def run_worker(
+    version: str, jobs: list[dict], folder: Path, backend: str = "tests.kernel_backend:emulate"
+) -> list[dict]:
     """Run jobs in a process of their own: two FlashInfer versions cannot share one."""
     job, out = folder / "job.pt", folder / "out.pt"
     torch.save(jobs, job)
     command = [sys.executable, str(WORKER), "--version", version, "--job", str(job)]
-    command += ["--out", str(out), "--backend", "tests.kernel_backend:emulate"]
+    command += ["--out", str(out), "--backend", backend]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(out, weights_only=True)
@@ -231,6 +235,60 @@ def exact_output(subject: LayerInput, contract, family: KernelFamily) -> torch.T
     rows = subject.x.shape[0]
     chosen = Settings(contract, ARMS, (rows,), None, InputScales.LAYER, ORDER_SEED)
     return RowCheck(subject, chosen, rows).reference(family).output
+
+
+FORCED = {
+    "direct-micro": {"forced_family": "direct_micro"},
+    "micro": {"forced_family": "micro"},
+    "static": {"forced_family": "static"},
+    "dynamic": {"forced_family": "dynamic"},
+    "gated-dynamic": {"forced_family": "dynamic"},
+}
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("version", BY_VERSION[1:])
+def test_every_forced_family_agrees_with_the_second_implementation(
+    oracle_dir, tmp_path, version, activation
+):
+    """The wrapper's folds and layouts under per-expert scales, judged by tests/oracle_moe.py.
+
+    A CUDA-graph wrapper's 128-row tile brings out the gated dynamic kernel. Atomic adds are in
+    slot order on both sides.
+    """
+    oracle_dir(f"flashinfer-{version}")
+    oracle_dir("flashinfer-deps")
+    layer = make_layer(activation, experts=4, hidden=128, intermediate=256)
+    x, routing = make_inputs(layer, tokens=6, top_k=3)
+    contract = contract_for(version)
+    args = arguments(Strategy.ALPHAS, layer, *input_scales(layer, InputScales.FILE), contract)
+    names = [name for name in FORCED if activation.is_gated or name != "gated-dynamic"]
+    jobs = []
+    for name in names:
+        job = make_job(layer, args, [make_case(x, routing, **FORCED[name])], activation)
+        if name == "gated-dynamic":
+            job |= {"use_cuda_graph": True, "max_num_tokens": 1024}
+        jobs.append(job)
+    results = run_worker(version, jobs, tmp_path, "tests.kernel_backend:emulate_in_slot_order")
+    launch = args.launch(layer)
+    for name, result in zip(names, results, strict=True):
+        case = result["cases"][0]
+        assert case["family"] == name.removeprefix("gated-")
+        gated = case["flags"]["kernel_class"].startswith("gated.")
+        assert gated == (name == "gated-dynamic")
+        theirs = oracle_moe.run(
+            decoded(launch),
+            version,
+            name,
+            x.float().numpy(),
+            routing.expert_ids.numpy(),
+            routing.weights.numpy(),
+        )
+        ours = case["output"].float().numpy()
+        assert (ours != theirs).mean() < 0.02, name
+        assert abs(ours - theirs).max() <= abs(theirs).max() * 2.0**-8, name
+        if name != "direct-micro" or contract.direct_micro is DirectMicro.DIVIDES:
+            assert abs(theirs).max() > 0
 
 
 def test_the_comparison_sees_every_planted_defect(oracle_dir, tmp_path):
