@@ -49,6 +49,7 @@ SHAPE: dict[str, int | str] = {
     "logical_hidden": 576,
     "logical_intermediate": 256,
     "experts": 6,
+    "experts_read": 6,
     "top_k": 4,
     "activation": "silu",
 }

@@ -90,7 +90,8 @@ def _shape(subject: LayerInput) -> dict[str, int | str]:
         "intermediate": layer.intermediate,
         "logical_hidden": layer.logical_hidden,
         "logical_intermediate": layer.logical_intermediate,
-        "experts": layer.experts,
+        "experts": subject.experts,
+        "experts_read": layer.experts,
         "top_k": subject.routing.expert_ids.shape[1],
         "activation": layer.activation.value,
     }

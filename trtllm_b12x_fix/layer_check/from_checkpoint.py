@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -81,6 +81,7 @@ def load(request: Request) -> Loaded:
             f"{loaded.layer.hidden}"
         )
     subject = _subject(loaded.layer, x, Routing(local, weights), f"{inputs}; {routed}")
+    subject = replace(subject, model_experts=entry.experts)
     findings = (*checkpoint.findings, *config.contradictions(entry), *loaded.findings)
     return Loaded(subject, findings)
 

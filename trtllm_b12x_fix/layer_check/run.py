@@ -37,12 +37,20 @@ class LayerInput:
         x: bf16 [N, H], padded likewise; a check of R rows uses the first R.
         routing: for the same N tokens.
         inputs: where activations and routing came from, in words.
+        model_experts: experts of the layer in the model, which the dispatch looks at; ``None``
+            where ``layer`` holds them all.
     """
 
     layer: MoELayer
     x: Tensor
     routing: moe.Routing
     inputs: str
+    model_experts: int | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts of the layer in the model."""
+        return self.layer.experts if self.model_experts is None else self.model_experts
 
     def head(self, rows: int) -> tuple[Tensor, moe.Routing]:
         """The first ``rows`` tokens.
@@ -90,7 +98,7 @@ class RowCheck:
             top_k=self._routing.expert_ids.shape[1],
             hidden=subject.layer.hidden,
             intermediate=subject.layer.intermediate,
-            experts=subject.layer.experts,
+            experts=subject.experts,
             activation=subject.layer.activation,
         )
         self._scales = input_scales(subject.layer, settings.input_scales)
