@@ -52,29 +52,23 @@ def to_svg(result: LayerCheckResult) -> str:
 
 def _fidelity(axes: Any, result: LayerCheckResult) -> None:
     for arm in _arms(result):
-        points = [
-            (r.rows, r.fidelity.relative_rms)
-            for r in result.results
-            if r.arm is arm and r.fidelity and r.fidelity.relative_rms > 0
-        ]
+        mine = [r for r in result.results if r.arm is arm and r.fidelity]
+        points = [(r.rows, r.fidelity.relative_rms) for r in mine if r.fidelity]
         _line(axes, points, arm)
-    axes.set_yscale("log")
     axes.set_title("fidelity: distance from exact scales", fontsize=9)
-    _finish(axes)
+    _finish(axes, result)
 
 
 def _true_error(axes: Any, result: LayerCheckResult) -> None:
     for arm in _arms(result):
-        points = [
-            (r.rows, r.true_error.relative_rms)
-            for r in result.results
-            if r.arm is arm and r.true_error
-        ]
+        mine = [r for r in result.results if r.arm is arm and r.true_error]
+        points = [(r.rows, r.true_error.relative_rms) for r in mine if r.true_error]
         _line(axes, points, arm)
-    exact = [(f.rows, f.true_error.relative_rms) for f in result.families]
-    axes.plot(*zip(*exact, strict=True), "k.", label="exact scales") if exact else None
+    exact = [(f.rows, 100 * f.true_error.relative_rms) for f in result.families]
+    if exact:
+        axes.plot(*zip(*exact, strict=True), "k.", label="exact scales")
     axes.set_title("true error: distance from fp64", fontsize=9)
-    _finish(axes)
+    _finish(axes, result)
 
 
 def _arms(result: LayerCheckResult) -> list[Arm]:
@@ -82,16 +76,20 @@ def _arms(result: LayerCheckResult) -> list[Arm]:
 
 
 def _line(axes: Any, points: list[tuple[int, float]], arm: Arm) -> None:
-    points = [point for point in points if math.isfinite(point[1])]
-    if points:
-        rows, values = zip(*points, strict=True)
-        axes.plot(rows, values, "o-", color=_COLOURS[arm], label=arm.value, markersize=4)
+    finite = [(rows, 100 * value) for rows, value in points if math.isfinite(value)]
+    if finite:
+        rows, values = zip(*finite, strict=True)
+        label = arm.value + (" (exact)" if not any(values) else "")
+        axes.plot(rows, values, "o-", color=_COLOURS[arm], label=label, markersize=4)
 
 
-def _finish(axes: Any) -> None:
+def _finish(axes: Any, result: LayerCheckResult) -> None:
+    rows = sorted({r.rows for r in result.results})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(rows, [str(count) for count in rows])
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("rows (tokens)", fontsize=9)
-    axes.set_ylabel("relative RMS", fontsize=9)
+    axes.set_ylabel("relative RMS, %", fontsize=9)
     axes.grid(visible=True, alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
