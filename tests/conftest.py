@@ -1,8 +1,9 @@
 """What every test gets: quiet threads, no network, markers that mean something.
 
 Fixtures: `oracle_dir(name)` gives the folder of an oracle, `require_system(command)`
-asks for a system command. A missing oracle fails, since `make test` fetches them; a
-missing system command skips, unless REQUIRE_SYSTEM_PACKAGES=1 (set in CI) forbids it.
+asks for a system command, `modelopt_export(family)` gives a real checkpoint. A missing
+oracle fails, since `make test` fetches them; a missing system command skips, unless
+REQUIRE_SYSTEM_PACKAGES=1 (set in CI) forbids it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before anything imports torch: two workers with two threads each would fight
 # for two cores, and the slowest tests would only get slower.
@@ -25,6 +27,9 @@ import hypothesis
 import pytest
 
 from tests.oracles.fetch import ORACLES
+
+if TYPE_CHECKING:
+    from tests.exports import Export
 
 TESTS = Path(__file__).parent
 BLACKWELL = {(12, 0), (12, 1)}
@@ -99,3 +104,11 @@ def require_system() -> Callable[[str], str]:
         return path
 
     return require
+
+
+@pytest.fixture(scope="session")
+def modelopt_export(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export]:
+    """Call with a family of tests/exports.py; its checkpoint is made on the first call."""
+    from tests.exports import make_export
+
+    return cache(lambda name: make_export(name, tmp_path_factory.mktemp(name)))

@@ -42,7 +42,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code and never shows a traceback for bad input."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    if argv is None:
+        argv = sys.argv[1:]
+    if not argv:
+        parser.print_help(sys.stderr)
+        return EXIT_UNUSABLE
+    args = parser.parse_args(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()

@@ -7,7 +7,7 @@ not an error and ends with exit code 1.
 from __future__ import annotations
 
 #: Shown wherever a figure is asked for without matplotlib.
-MATPLOTLIB_MISSING = "--plot needs matplotlib: pip install 'trtllm-b12x-fix[cli]'"
+MATPLOTLIB_MISSING = "--plot needs matplotlib: pip install matplotlib"
 
 
 class B12xFixError(Exception):

@@ -107,21 +107,23 @@ def plan(contract: KernelContract, activation: Activation) -> FixPlan:
             return FixPlan(
                 Strategy.ALPHAS,
                 frozenset({KernelFamily.DIRECT_MICRO}),
-                f"input_global_scale exists; direct micro of FlashInfer {contract.version} "
-                "multiplies by the scales it should divide by, so it is kept out",
+                f"weight_scale_2 rides in the alphas; direct micro, which misreads input scales in "
+                f"FlashInfer {contract.version}, is never launched",
             )
-        return FixPlan(Strategy.ALPHAS, frozenset(), "input_global_scale exists")
+        return FixPlan(Strategy.ALPHAS, frozenset(), "weight_scale_2 rides in the alphas")
     if activation is Activation.RELU2:
         return FixPlan(
             Strategy.FP32_RESCALE,
             frozenset(),
-            f"FlashInfer {contract.version} has no input_global_scale; relu2 is homogeneous",
+            f"FlashInfer {contract.version} has no input_global_scale; relu2 lets weight_scale_2 "
+            "ride in fc2_input_scale",
         )
     return FixPlan(
         Strategy.CUTLASS,
         frozenset(),
-        f"FlashInfer {contract.version} has no input_global_scale and {activation.value} is not "
-        "homogeneous: decode goes to CUTLASS; FlashInfer 0.6.17 or later has an exact form",
+        f"FlashInfer {contract.version} has no input_global_scale, without which "
+        f"{activation.value} has no exact form: decode has to go to CUTLASS, or FlashInfer to "
+        "0.6.17 or later",
     )
 
 
@@ -166,7 +168,8 @@ def _refuse(strategy: Strategy, activation: Activation, contract: KernelContract
         )
     if strategy is Strategy.FP32_RESCALE and activation is not Activation.RELU2:
         raise NoExactFormError(
-            f"fp32-rescale needs a homogeneous activation (relu2), not {activation.value}"
+            f"fp32-rescale needs relu2 (scaling its input by c scales its output by c^2), not "
+            f"{activation.value}"
         )
     if strategy is Strategy.CUTLASS:
         raise NoExactFormError("CUTLASS takes no b12x arguments")

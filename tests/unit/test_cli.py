@@ -270,6 +270,7 @@ def test_a_wrong_argument_is_exit_2_with_the_usage(arguments):
 def test_a_command_line_that_is_not_understood_is_exit_2(arguments):
     outcome = call(*arguments)
     assert (outcome.code, outcome.out) == (2, "")
+    assert "usage:" in outcome.err
     assert outcome.err.startswith("usage: ")
 
 

@@ -139,7 +139,7 @@ def test_plans_by_activation_without_input_global_scale():
     [
         (Strategy.ALPHAS, Activation.RELU2, "0.6.16", "input_global_scale"),
         (Strategy.UNIT, Activation.SILU, "0.6.16", "input_global_scale"),
-        (Strategy.FP32_RESCALE, Activation.SILU, "0.6.18", "homogeneous"),
+        (Strategy.FP32_RESCALE, Activation.SILU, "0.6.18", "relu2"),
         (Strategy.CUTLASS, Activation.SILU, "0.6.16", "CUTLASS"),
     ],
 )

@@ -183,7 +183,7 @@ def test_an_arm_that_is_not_finite():
     text = table.render(result(results=(broken,), families=(family(1),), gates=(gate,)))
     assert line_with(text, "wrapper-trt").count("not finite") == 3
     assert "gate baked at most 1.00%: FAILED, the output is not finite" in text
-    assert "not finite" in line_with(text, "the baked conversion")
+    assert "not finite" in line_with(text, "baked moves the output")
     assert "nan" not in text
 
 
@@ -218,8 +218,8 @@ def test_a_note_is_given_once_for_the_arms_that_share_it():
 def test_trapped_rows_are_told_apart_from_the_cost_of_the_scales():
     arms = (arm(1, error=1.0, trap="misread"), arm(8, error=0.25))
     text = table.render(result(results=arms))
-    assert "true error" in line_with(text, "the baked conversion", "25.0%")
-    assert "misreads" in line_with(text, "the baked conversion at 1 row moves", "100.0%")
+    assert "true error" in line_with(text, "baked moves", "25.0%")
+    assert "misreads" in line_with(text, "baked at 1 row moves", "100.0%")
 
 
 @pytest.mark.parametrize("verdict", Verdict)
@@ -274,7 +274,7 @@ def test_the_view_at_its_own_magnitude_is_there_only_with_one():
 
 def test_padding_is_told_only_where_there_is_some():
     whole = {**SHAPE, "logical_hidden": 640}
-    assert "zero-padded from 576 and 256" in table.render(result())
+    assert "hidden 640 (zero-padded from 576), intermediate 256, 6" in table.render(result())
     assert "zero-padded" not in table.render(result(shape=whole))
 
 

@@ -16,12 +16,14 @@ from torch import Tensor
 from trtllm_b12x_fix.checkpoint.conventions import (
     QuantizedLinear,
     TensorSource,
+    detect,
     read_fused,
     read_input_scale,
     read_linear,
 )
 from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Storage
 from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
+from trtllm_b12x_fix.checkpoint.scale_order import looks_swizzled
 from trtllm_b12x_fix.errors import InputError, ShapeError
 from trtllm_b12x_fix.formats.gate_order import GateOrder, reorder
 from trtllm_b12x_fix.formats.nvfp4 import block_is_zero
@@ -63,7 +65,7 @@ def load_experts(
         first = _read_first(source, entry, expert, findings)
         fc1.put(place, expert, first, len(experts))
         down = _read(source, entry, expert, entry.names.down)
-        _note_dead_blocks(source, entry, expert, entry.names.down, down, findings)
+        _note_damage(source, entry, expert, entry.names.down, down, findings)
         fc2.put(place, expert, down, len(experts))
     first_scale, second_scale = largest_input_scales(source, entry)
     layer = MoELayer(
@@ -84,16 +86,23 @@ def _read(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> Qu
     return read_fused(source, entry.fused(name), expert)
 
 
+def _file_of(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> str:
+    """The file that holds a matrix's scales, the shard where there are several."""
+    split = entry.storage is Storage.SPLIT
+    matrix = entry.matrix(expert, name) if split else entry.fused(name)
+    return source.file_of(detect(source, matrix).block_scale)
+
+
 def _read_first(
     source: TensorSource, entry: LayerEntry, expert: int, findings: list[Finding]
 ) -> QuantizedLinear:
     """FC1 of one expert in kernel order, [up; gate] where it is gated."""
     up = _read(source, entry, expert, entry.names.up)
-    _note_dead_blocks(source, entry, expert, entry.names.up, up, findings)
+    _note_damage(source, entry, expert, entry.names.up, up, findings)
     if entry.names.gate is None:
         return _to_kernel_order(up) if entry.is_gated else up
     gate = _read(source, entry, expert, entry.names.gate)
-    _note_dead_blocks(source, entry, expert, entry.names.gate, gate, findings)
+    _note_damage(source, entry, expert, entry.names.gate, gate, findings)
     if up.packed.shape != gate.packed.shape:
         raise ShapeError(
             f"{source.name}: {entry.prefix}.{expert}: {entry.names.gate} "
@@ -128,22 +137,21 @@ def _differing_scales(
     gate: QuantizedLinear,
 ) -> Finding:
     scales = float(up.weight_scale_2), float(gate.weight_scale_2)
-    smaller = entry.names.up if scales[0] < scales[1] else entry.names.gate
-    tensor = f"{entry.prefix}.{expert}.{smaller}"
+    smaller = entry.names.up if scales[0] < scales[1] else str(entry.names.gate)
     return Finding(
         Severity.DAMAGE,
         "gate-up-scales-differ",
         f"weight_scale_2 of {entry.names.up} is {scales[0]:.6g} and of {entry.names.gate} "
         f"{scales[1]:.6g}; TensorRT-LLM uses the larger for both without rescaling, which makes "
         f"{smaller} {max(scales) / min(scales):.4g} times too large. The check does the same",
-        file=source.name,
+        file=_file_of(source, entry, expert, smaller),
         layer=entry.prefix,
         expert=expert,
-        tensor=tensor,
+        tensor=f"{entry.prefix}.{expert}.{smaller}",
     )
 
 
-def _note_dead_blocks(
+def _note_damage(
     source: TensorSource,
     entry: LayerEntry,
     expert: int,
@@ -151,21 +159,32 @@ def _note_dead_blocks(
     linear: QuantizedLinear,
     findings: list[Finding],
 ) -> None:
+    """Findings on one matrix, added to ``findings``."""
     dead = (linear.block_scale == 0) & ~block_is_zero(linear.packed)
     count = int(dead.sum())
+    damage = {}
     if count:
-        findings.append(
-            Finding(
-                Severity.DAMAGE,
-                "zero-scale-over-weights",
-                f"{count} of {dead.numel()} block scales are 0 over non-zero codes: those weights "
-                "are lost in the file itself",
-                file=source.name,
-                layer=entry.prefix,
-                expert=expert,
-                tensor=f"{entry.prefix}.{expert}.{name}",
-            )
+        damage["zero-scale-over-weights"] = (
+            f"{count} of {dead.numel()} block scales are 0 over non-zero codes: those weights "
+            "are lost in the file itself"
         )
+    if looks_swizzled(linear.block_scale):
+        damage["scales-look-swizzled"] = (
+            "the block scales look swizzled into 128x4 tiles: only unswizzled do they show rows and "
+            "columns. A checkpoint stores them linear, and the check reads them so"
+        )
+    findings += [
+        Finding(
+            Severity.DAMAGE,
+            code,
+            message,
+            file=_file_of(source, entry, expert, name),
+            layer=entry.prefix,
+            expert=expert,
+            tensor=f"{entry.prefix}.{expert}.{name}",
+        )
+        for code, message in damage.items()
+    ]
 
 
 def largest_input_scales(source: TensorSource, entry: LayerEntry) -> tuple[Tensor, Tensor]:

@@ -70,18 +70,29 @@ class ModelConfig:
         Raises:
             InputError: a value that makes no sense.
         """
-        scaling = self._values.get("routed_scaling_factor")
-        if scaling is not None and not isinstance(scaling, (int, float)):
-            raise InputError(f"config.json: routed_scaling_factor is {scaling!r}")
-        renormalize = self._values.get("norm_topk_prob", True)
+        renormalize = self._values.get("norm_topk_prob")
+        if renormalize is not None and not isinstance(renormalize, bool):
+            raise InputError(f"config.json: norm_topk_prob must be true or false: {renormalize!r}")
         return RouterSpec(
             top_k=top_k,
             scoring=self._scoring(),
-            renormalize=Renormalize.YES if renormalize else Renormalize.NO,
+            renormalize=Renormalize.NO if renormalize is False else Renormalize.YES,
             groups=self._integer("n_group", 1),
             top_groups=self._integer("topk_group", 1),
-            scaling=1.0 if scaling is None else float(scaling),
+            scaling=self._scaling(),
         )
+
+    def _scaling(self) -> float:
+        scaling = self._values.get("routed_scaling_factor")
+        if scaling is None:
+            return 1.0
+        number = isinstance(scaling, (int, float)) and not isinstance(scaling, bool)
+        # JSON as Python reads it has NaN, Infinity and integers beyond any float.
+        if not number or not 0 < scaling < 2**64:
+            raise InputError(
+                f"config.json: routed_scaling_factor must be a positive number, got {scaling!r}"
+            )
+        return float(scaling)
 
     def _scoring(self) -> Scoring:
         named = self._values.get("scoring_func")

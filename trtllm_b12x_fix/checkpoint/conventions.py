@@ -106,6 +106,8 @@ FUSED_EXPERT = re.compile(
     r"^(?P<layer>.*?\bexperts)\.(?P<matrix>gate_up_proj|up_proj|down_proj)"
     r"(?:\.weight|\.weight_packed|_packed)?$"
 )
+#: Header dtypes of a ``weight`` that was never packed to FP4; an FP8 one has a weight_scale too.
+UNPACKED_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
 #: The block number in a layer's prefix.
 LAYER_NUMBER = re.compile(r"\b(?:layers|h|blocks)\.(\d{1,6})\.")
 #: Prefixes of multi-token-prediction blocks and of vision towers: never "layer N" of the model.
@@ -113,7 +115,11 @@ SIDE_STACK = re.compile(r"(?:^|\.)(?:mtp|nextn|eagle|vision\w*|visual)\b")
 
 #: Router tensors beside ``...experts``, most specific first.
 ROUTER_WEIGHTS = ("gate.weight", "router.weight", "router.layer.weight")
-ROUTER_BIASES = ("gate.e_score_correction_bias", "router.e_score_correction_bias")
+ROUTER_BIASES = (
+    "gate.e_score_correction_bias",
+    "router.e_score_correction_bias",
+    "e_score_correction_bias",  # MiniMax-M2
+)
 
 #: Config keys, tried in order; a vision-language model keeps them one level down.
 CONFIG_SECTIONS = ("text_config", "llm_config", "language_config")

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from trtllm_b12x_fix.checkpoint import conventions
-from trtllm_b12x_fix.checkpoint.conventions import Dialect, ProjectionNames, detect
+from trtllm_b12x_fix.checkpoint.conventions import Dialect, ProjectionNames, Spelling, detect
 from trtllm_b12x_fix.checkpoint.files import Checkpoint
 from trtllm_b12x_fix.checkpoint.header import TensorInfo
 from trtllm_b12x_fix.errors import InputError
@@ -99,7 +99,9 @@ def choose(entries: list[LayerEntry], wanted: str, name: str) -> LayerEntry:
     if not entries:
         raise InputError(f"{name}: no NVFP4 mixture-of-experts layer found in it")
     if wanted.isdecimal():
-        same = [entry for entry in entries if entry.number == int(wanted)]
+        # As text: int() refuses what is longer than 4300 digits.
+        number = wanted.lstrip("0") or "0"
+        same = [entry for entry in entries if str(entry.number) == number]
         matches = [entry for entry in same if entry.stack is Stack.MODEL] or same
     else:
         bare = wanted.removesuffix(".").removesuffix(".experts")
@@ -129,19 +131,11 @@ def _split_entry(
             f"{checkpoint.name}: {prefix}: expert {absent} is missing though expert "
             f"{max(experts)} is there"
         )
-    first = f"{prefix}.0.{names.up}"
-    try:
-        spelling = detect(checkpoint, first)
-    except InputError:
+    spelling = _nvfp4(checkpoint, f"{prefix}.0.{names.up}")
+    if spelling is None:
         _refuse_mixture(checkpoint, prefix, experts, names)
         return None
-    present = all(
-        tensor in checkpoint.tensors
-        for expert in experts
-        for matrix in experts[expert]
-        for tensor in (f"{prefix}.{expert}.{matrix}.{_tail(spelling.packed)}",)
-    )
-    rows, columns = _shape(checkpoint, spelling.packed)
+    rows, columns = _split_shape(checkpoint, prefix, len(experts), names.up)
     return LayerEntry(
         prefix,
         _number(prefix),
@@ -152,12 +146,21 @@ def _split_entry(
         len(experts),
         columns * 2,
         rows,
-        present,
+        not checkpoint.lacks_part_of(f"{prefix}."),
     )
 
 
-def _tail(tensor: str) -> str:
-    return tensor.rpartition(".")[2]
+def _nvfp4(checkpoint: Checkpoint, matrix: str) -> Spelling | None:
+    """How a matrix is spelled, ``None`` where it is not NVFP4.
+
+    FP8 linears have a ``weight`` and a ``weight_scale`` too: only codes of one byte's two are ours.
+    """
+    try:
+        spelling = detect(checkpoint, matrix)
+    except InputError:
+        return None
+    info = _info(checkpoint, spelling.packed)
+    return spelling if info is None or info.dtype not in conventions.UNPACKED_DTYPES else None
 
 
 def _split_names(
@@ -183,28 +186,23 @@ def _refuse_mixture(
 ) -> None:
     """Expert 0 is not NVFP4: fine if none is, an error if others are."""
     for expert in experts:
-        try:
-            detect(checkpoint, f"{prefix}.{expert}.{names.up}")
-        except InputError:
-            continue
-        raise InputError(
-            f"{checkpoint.name}: {prefix}.0.{names.up} has no NVFP4 weight and scale, but expert "
-            f"{expert} has"
-        )
+        if _nvfp4(checkpoint, f"{prefix}.{expert}.{names.up}"):
+            raise InputError(
+                f"{checkpoint.name}: {prefix}.0.{names.up} has no NVFP4 weight and weight_scale, "
+                f"but expert {expert} has"
+            )
 
 
 def _fused_entry(checkpoint: Checkpoint, prefix: str, found: set[str]) -> LayerEntry | None:
     gated = conventions.FUSED_GATE_UP in found
     up = conventions.FUSED_GATE_UP if gated else conventions.FUSED_UP
     lacking = {up, conventions.FUSED_DOWN} - found
-    try:
-        spelling = detect(checkpoint, f"{prefix}.{up}")
-    except InputError:
+    spelling = _nvfp4(checkpoint, f"{prefix}.{up}")
+    if spelling is None:
         return None
     if lacking:
         raise InputError(f"{checkpoint.name}: {prefix}: {sorted(lacking)[0]} is missing")
-    down = detect(checkpoint, f"{prefix}.{conventions.FUSED_DOWN}")
-    present = spelling.packed in checkpoint.tensors and down.packed in checkpoint.tensors
+    detect(checkpoint, f"{prefix}.{conventions.FUSED_DOWN}")
     experts, rows, columns = _fused_shape(checkpoint, spelling.packed, spelling.block_scale)
     return LayerEntry(
         prefix,
@@ -216,7 +214,7 @@ def _fused_entry(checkpoint: Checkpoint, prefix: str, found: set[str]) -> LayerE
         experts,
         columns,
         rows // 2 if gated else rows,
-        present,
+        not checkpoint.lacks_part_of(f"{prefix}."),
     )
 
 
@@ -224,16 +222,21 @@ def _info(checkpoint: Checkpoint, tensor: str) -> TensorInfo | None:
     return checkpoint.tensors.get(tensor)
 
 
-def _shape(checkpoint: Checkpoint, tensor: str) -> tuple[int, int]:
-    info = _info(checkpoint, tensor)
-    if info is None:  # its shard is missing
-        return 0, 0
-    if len(info.shape) != 2:
-        raise InputError(
-            f"{checkpoint.file_of(tensor)}: {tensor} must be [rows, columns / 2], got "
-            f"{list(info.shape)}"
-        )
-    return info.shape[0], info.shape[1]
+def _split_shape(
+    checkpoint: Checkpoint, prefix: str, experts: int, projection: str
+) -> tuple[int, int]:
+    """(rows, columns / 2) of the first expert whose shard is there; zeros where none is."""
+    for expert in range(experts):
+        spelling = _nvfp4(checkpoint, f"{prefix}.{expert}.{projection}")
+        info = _info(checkpoint, spelling.packed) if spelling else None
+        if spelling and info:
+            if len(info.shape) != 2 or not all(info.shape):
+                raise InputError(
+                    f"{checkpoint.file_of(spelling.packed)}: {spelling.packed} must be "
+                    f"[rows, columns / 2], got {list(info.shape)}"
+                )
+            return info.shape[0], info.shape[1]
+    return 0, 0
 
 
 def _fused_shape(checkpoint: Checkpoint, packed: str, block_scale: str) -> tuple[int, int, int]:
@@ -241,7 +244,7 @@ def _fused_shape(checkpoint: Checkpoint, packed: str, block_scale: str) -> tuple
     info, scales = _info(checkpoint, packed), _info(checkpoint, block_scale)
     if info is None or scales is None:
         return 0, 0, 0
-    if len(info.shape) != 3 or len(scales.shape) != 3:
+    if len(info.shape) != 3 or len(scales.shape) != 3 or not all(info.shape):
         raise InputError(
             f"{checkpoint.file_of(packed)}: {packed} must be [experts, rows, columns / 2], got "
             f"{list(info.shape)} with scales {list(scales.shape)}"

@@ -5,6 +5,7 @@ Headers are read up front (kilobytes); tensors are read one at a time, when aske
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PICKLE = "a pickle, refused unread (it could run code): convert the checkpoint to safetensors"
 #: An index or config larger than this is no index or config.
 _MAX_JSON_BYTES = 100_000_000
 
@@ -54,6 +56,10 @@ class Checkpoint:
     def has(self, tensor: str) -> bool:
         """Whether the checkpoint has the tensor, in a shard that may be missing here."""
         return tensor in self.tensors or tensor in self._missing
+
+    def lacks_part_of(self, prefix: str) -> bool:
+        """Whether a tensor whose name starts with ``prefix`` is in a shard that is missing."""
+        return any(tensor.startswith(prefix) for tensor in self._missing)
 
     def file_of(self, tensor: str) -> str:
         """Name of the file a tensor is in, for messages."""
@@ -109,8 +115,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         InputError: nothing readable there, a pickle, a header or index that lies, or one tensor in
             two files.
     """
-    if not path.exists():
+    # os.path's tests, unlike pathlib's, take a name that the system refuses for one not there.
+    if not (os.path.isfile(path) or os.path.isdir(path)):
         raise InputError(f"{path}: no such file or folder")
+    if path.suffix in _PICKLE_SUFFIXES and path.is_file():
+        raise InputError(f"{path}: {_PICKLE}")
     if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
         return _from_shards(path, path.parent, [path])
     folder = path if path.is_dir() else path.parent
@@ -129,10 +138,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _why_empty(folder: Path) -> str:
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLE_SUFFIXES)
     if pickles:
-        return (
-            f"no safetensors file; {pickles[0]} is a pickle, refused unread (it could run code): "
-            "convert the checkpoint to safetensors"
-        )
+        return f"no safetensors file; {pickles[0]} is {_PICKLE}"
     return "no safetensors file in this folder"
 
 
@@ -159,7 +165,7 @@ def _from_index(path: Path, folder: Path, index: Path) -> Checkpoint:
     for name in sorted(set(weight_map.values())):
         wanted = [tensor for tensor, shard in weight_map.items() if shard == name]
         shard = folder / name
-        if not shard.is_file():
+        if not os.path.isfile(shard):
             missing |= dict.fromkeys(wanted, name)
             findings.append(_missing_shard(index.name, name, len(wanted)))
             continue
@@ -191,10 +197,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
             raise InputError(f"{index.name}: {tensor} is put in {shard!r}, not a plain file name")
         if shard.endswith(_PICKLE_SUFFIXES):
-            raise InputError(
-                f"{index.name}: {tensor} is in {shard}, a pickle, refused unread: convert the "
-                "checkpoint to safetensors"
-            )
+            raise InputError(f"{index.name}: {tensor} is in {shard}, {_PICKLE}")
     return weight_map
 
 

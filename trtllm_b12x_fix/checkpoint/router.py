@@ -95,6 +95,12 @@ def _check_spec(spec: RouterSpec, experts: int) -> None:
         raise InputError(
             f"{experts} experts do not fit {spec.groups} groups, {spec.top_groups} taking part"
         )
+    allowed = experts // spec.groups * spec.top_groups
+    if spec.top_k > allowed:
+        raise InputError(
+            f"top-k is {spec.top_k}, but {spec.top_groups} of {spec.groups} groups hold only "
+            f"{allowed} of {experts} experts"
+        )
 
 
 def _limit_groups(choice: Tensor, spec: RouterSpec) -> Tensor:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+#: What torch raises for shapes and dtypes that a header may hold and a tensor may not; its
+#: messages go on with a C++ stack, so only their first line is shown.
+_TORCH_REFUSALS = (IndexError, RuntimeError, TypeError, ValueError)
+
 
 class SafetensorsSource:
     """Lazy access to one safetensors file; tensors are read one at a time.
@@ -59,8 +63,8 @@ class SafetensorsSource:
         """
         try:
             rows: Tensor = self._file.get_slice(tensor)[index : index + 1]
-        except (self._error, IndexError) as error:
-            raise InputError(f"{self.name}: tensor {tensor} cannot be read: {error}") from error
+        except (self._error, *_TORCH_REFUSALS) as error:
+            raise self._unreadable(tensor, error) from error
         if rows.dim() == 0 or rows.shape[0] != 1:
             raise InputError(f"{self.name}: tensor {tensor} has no entry {index}")
         return rows[0]
@@ -68,6 +72,10 @@ class SafetensorsSource:
     def get(self, tensor: str) -> Tensor:
         try:
             result: Tensor = self._file.get_tensor(tensor)
-        except self._error as error:
-            raise InputError(f"{self.name}: tensor {tensor} cannot be read: {error}") from error
+        except (self._error, *_TORCH_REFUSALS) as error:
+            raise self._unreadable(tensor, error) from error
         return result
+
+    def _unreadable(self, tensor: str, error: Exception) -> InputError:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return InputError(f"{self.name}: tensor {tensor} cannot be read: {reason}")

@@ -2,7 +2,8 @@
 
 Every arm runs in an emulation of the kernel that FlashInfer's dispatch would launch, and is
 compared with the same arithmetic on exact scales (fidelity) and with fp64 (true error). Nothing
-here needs a GPU; nothing here ran on FP4 hardware.
+here needs a GPU; nothing here ran on FP4 hardware. The verdict judges the repair; what the shipped
+conversion costs stands beside it.
 
 arms
   fix           what the repair really does on this FlashInfer version (gated by default)
@@ -201,7 +202,9 @@ def _check_targets(args: argparse.Namespace) -> None:
     for target in (args.plot, args.json):
         if target is not None:
             files.check_writable(target)
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
+    if args.plot not in (None, files.STDOUT) and not args.plot.lower().endswith(".svg"):
+        raise InputError(f"--plot {args.plot}: the figure is SVG; name a file that ends in .svg")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(MATPLOTLIB_MISSING)
 
 
@@ -327,6 +330,7 @@ def _require_torch() -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            "check-layer needs torch, which this package never installs by itself: a container "
-            "that serves models has it; elsewhere a CPU build is enough (see the README)"
+            "check-layer needs torch and safetensors. This package never installs torch by itself: "
+            "a container that serves models has it; elsewhere pip install torch (a CPU build is "
+            "enough), and pip install safetensors"
         ) from error

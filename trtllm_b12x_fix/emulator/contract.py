@@ -329,7 +329,9 @@ def contract_for(version: str) -> KernelContract:
     try:
         wanted = Version(version)
     except InvalidVersion as error:
-        raise InputError(f"not a FlashInfer version: {version!r}") from error
+        raise InputError(
+            f"not a FlashInfer version: {version!r}; known are {', '.join(KNOWN_VERSIONS)}"
+        ) from error
     for first, end, contract in _TABLE:
         if wanted.is_prerelease:  # a candidate may lack what its release has
             break

@@ -66,7 +66,6 @@ def resolve(
     family = forced or contract.select(shape)
     if family in chosen.keep_out:
         family = contract.without(*chosen.keep_out).select(shape)
-        return ResolvedArm(arm, chosen.strategy, family, chosen.reason)
     return ResolvedArm(arm, chosen.strategy, family, "")
 
 

@@ -17,7 +17,7 @@ from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
 from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.checkpoint.router import Router, random_routing
 from trtllm_b12x_fix.emulator.moe import Routing
-from trtllm_b12x_fix.errors import InputError, ShapeError
+from trtllm_b12x_fix.errors import InputError, ScaleError, ShapeError
 from trtllm_b12x_fix.formats.nvfp4 import CALIBRATION_MAX
 from trtllm_b12x_fix.layer import Activation, MoELayer, pad_activations, pad_to_tiles
 from trtllm_b12x_fix.layer_check.run import LayerInput
@@ -66,20 +66,23 @@ def load(request: Request) -> Loaded:
     """
     checkpoint = open_checkpoint(request.path)
     entry = choose(discover(checkpoint), request.layer, checkpoint.name)
+    if not entry.hidden:
+        raise InputError(
+            f"{checkpoint.name}: {entry.prefix}: the shards that hold its weights are missing"
+        )
     config = ModelConfig(checkpoint.config)
     activation = request.activation or config.activation(entry)
     pool = _pool(request.experts, entry)
     top_k = _top_k(request, config, len(pool))
     generator = torch.Generator().manual_seed(request.seed)
     x, inputs = _inputs(request, checkpoint, entry, generator)
+    if x.shape[1] != entry.hidden:
+        raise ShapeError(
+            f"inputs are [{x.shape[0]}, {x.shape[1]}], {entry.prefix} works on {entry.hidden}"
+        )
     ids, weights, routed = _route(checkpoint, entry, config, x, pool, top_k, generator)
     used, local = _used_experts(ids)
     loaded = load_experts(checkpoint, entry, used, activation, _describe(checkpoint, entry, used))
-    if loaded.layer.hidden != x.shape[1]:
-        raise ShapeError(
-            f"inputs are [{x.shape[0]}, {x.shape[1]}], {entry.prefix} works on "
-            f"{loaded.layer.hidden}"
-        )
     subject = _subject(loaded.layer, x, Routing(local, weights), f"{inputs}; {routed}")
     subject = replace(subject, model_experts=entry.experts)
     findings = (*checkpoint.findings, *config.contradictions(entry), *loaded.findings)
@@ -122,6 +125,11 @@ def _inputs(
     # The calibrated scale says what amax the layer's inputs have: 2688 times it.
     scale, _ = largest_input_scales(checkpoint, entry)
     x = (x * (CALIBRATION_MAX * scale / x.abs().max())).to(torch.bfloat16)
+    if not bool(torch.isfinite(x).all()):
+        raise ScaleError(
+            f"{checkpoint.name}: {entry.prefix}: the largest input_scale is {float(scale)!r}; "
+            f"inputs of {CALIBRATION_MAX:g} times that are beyond bf16"
+        )
     return x, "N(0,1) scaled so that the largest is 2688 * input_scale"
 
 
@@ -192,12 +200,16 @@ def _router(
         )
     bias = next((base + n for n in conventions.ROUTER_BIASES if checkpoint.has(base + n)), None)
     values = checkpoint.get(bias) if bias else None
-    if values is not None and tuple(values.shape) != (entry.experts,):
+    if values is not None and (
+        not values.is_floating_point() or tuple(values.shape) != (entry.experts,)
+    ):
         raise InputError(
-            f"{checkpoint.name}: {bias} must be [{entry.experts}], got {tuple(values.shape)}"
+            f"{checkpoint.file_of(bias or '')}: {bias} must be floating [{entry.experts}], got "
+            f"{values.dtype} {tuple(values.shape)}"
         )
-    if not bool(torch.isfinite(weight.float()).all()):
-        raise InputError(f"{checkpoint.file_of(name)}: {name} holds NaN or infinity")
+    for tensor, held in ((name, weight), (bias, values)):
+        if tensor and held is not None and not bool(torch.isfinite(held.float()).all()):
+            raise InputError(f"{checkpoint.file_of(tensor)}: {tensor} holds NaN or infinity")
     return Router(weight, values, config.router_spec(top_k)), ""
 
 

@@ -49,8 +49,8 @@ def render(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
     else:
         parts.append(
             paragraph(
-                f"{checkpoint.name}: no NVFP4 mixture-of-experts layer. Unquantized experts and "
-                "dense layers are not listed; there b12x loses nothing."
+                f"{checkpoint.name}: no NVFP4 mixture-of-experts layer, so nothing to check: "
+                "unquantized experts and dense layers do not go through b12x's MoE kernels."
             )
         )
     if checkpoint.findings:

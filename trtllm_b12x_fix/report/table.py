@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
-from trtllm_b12x_fix.layer_check.arms import Arm
 from trtllm_b12x_fix.layer_check.result import (
     ArmResult,
     FamilyResult,
-    GateOutcome,
     LayerCheckResult,
-    Verdict,
 )
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
-from trtllm_b12x_fix.report.text import bullet, count_rows, grid, labelled, paragraph, percent, span
+from trtllm_b12x_fix.report import answer
+from trtllm_b12x_fix.report.text import bullet, count_rows, grid, paragraph, percent
 
 Noise = dict[tuple[int, KernelFamily], float]
 
@@ -22,8 +20,8 @@ Noise = dict[tuple[int, KernelFamily], float]
 def render(result: LayerCheckResult) -> str:
     """The report as plain text, ending in a newline."""
     parts = [
-        _header(result),
-        _answer(result),
+        answer.header(result),
+        answer.answer(result),
         _findings(result),
         _scales(result),
         _arms(result),
@@ -33,96 +31,6 @@ def render(result: LayerCheckResult) -> str:
         parts.append(_own(result))
     parts.append(_footnotes(result))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _header(result: LayerCheckResult) -> str:
-    shape = result.shape
-    padding = ""
-    if (shape["hidden"], shape["intermediate"]) != (
-        shape["logical_hidden"],
-        shape["logical_intermediate"],
-    ):
-        padding = (
-            f" (zero-padded from {shape['logical_hidden']} and {shape['logical_intermediate']})"
-        )
-    return "\n".join(
-        [
-            labelled("layer", result.source),
-            labelled(
-                "",
-                f"hidden {shape['hidden']}, intermediate {shape['intermediate']}{padding}, "
-                f"{shape['experts']} experts, top-{shape['top_k']}, {shape['activation']}",
-            ),
-            labelled("inputs", f"{result.inputs}; {result.input_scales.value} input scales"),
-            labelled(
-                "kernels",
-                f"FlashInfer {result.flashinfer} ({result.contract_origin}), EMULATED on "
-                f"{result.device}: no FP4 kernel ran",
-            ),
-            labelled("fix", result.plan),
-        ]
-    )
-
-
-def _answer(result: LayerCheckResult) -> str:
-    lines = [f"VERDICT  {_VERDICTS[result.verdict]}"]
-    lines += [labelled("", _gate(gate)) for gate in result.gates]
-    for arm, words in ((Arm.BAKED, "the baked conversion"), (Arm.FIX, "the repaired one")):
-        lines += [labelled("", line) for line in _cost(words, arm, result)]
-    return "\n".join(lines)
-
-
-_VERDICTS = {
-    Verdict.GOOD: "good",
-    Verdict.FINDING: "FINDING",
-    Verdict.UNGATED: "none: no arm was held against a limit, figures only",
-}
-
-
-def _cost(words: str, arm: Arm, result: LayerCheckResult) -> list[str]:
-    """One line for what the scales cost, and one for rows where the kernel misreads them."""
-    mine = [r for r in result.results if r.arm is arm and r.fidelity]
-    trapped = [r for r in mine if r.trap]
-    clean = [r for r in mine if not r.trap]
-    lines = []
-    if clean:
-        exact = [
-            family.true_error.relative_rms
-            for family in result.families
-            if (family.rows, family.family) in {(r.rows, r.family) for r in clean}
-        ]
-        lines.append(
-            f"{words} moves the output by {_fidelity(clean)}; true error "
-            f"{_true_error(clean)} (exact scales: {span(exact)})"
-        )
-    if trapped:
-        unit = "row" if [r.rows for r in trapped] == [1] else "rows"
-        rows = ", ".join(str(r.rows) for r in trapped)
-        lines.append(
-            f"{words} at {rows} {unit} moves it by {_fidelity(trapped)}: direct micro misreads the "
-            "input scales (see notes)"
-        )
-    return lines
-
-
-def _fidelity(results: list[ArmResult]) -> str:
-    return span([r.fidelity.relative_rms for r in results if r.fidelity])
-
-
-def _true_error(results: list[ArmResult]) -> str:
-    return span([r.true_error.relative_rms for r in results if r.true_error])
-
-
-def _gate(gate: GateOutcome) -> str:
-    state = "passed" if gate.passed else "FAILED"
-    if math.isnan(gate.worst):
-        return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {gate.reason}"
-    where = "exact at every row count"
-    if gate.worst > 0:
-        where = f"worst {percent(gate.worst)} at {count_rows(gate.worst_rows)}"
-    if gate.reason:
-        where += f" ({gate.reason})"
-    return f"gate {gate.arm.value} at most {percent(gate.limit)}: {state}, {where}"
 
 
 _SHOWN_FINDINGS = 8

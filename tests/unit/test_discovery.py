@@ -1,0 +1,304 @@
+"""Which layers a checkpoint holds: the names that model families use, and choosing among them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import EXPERTS, GATED, HIDDEN, INTERMEDIATE, QWEN, UNGATED, experts, save
+from trtllm_b12x_fix.checkpoint.discovery import (
+    LayerEntry,
+    Stack,
+    Storage,
+    choose,
+    discover,
+)
+from trtllm_b12x_fix.checkpoint.files import open_checkpoint
+from trtllm_b12x_fix.errors import InputError
+from trtllm_b12x_fix.report import listing
+
+MIXTRAL = ("w1", "w3", "w2")
+NEMOTRON = "backbone.layers.{}.mixer.experts"
+DEEPSEEK_MTP = QWEN.format(61)
+
+#: prefix, projection names, block number, stack
+FAMILIES = [
+    (NEMOTRON.format(3), UNGATED, 3, Stack.MODEL),
+    (QWEN.format(0), GATED, 0, Stack.MODEL),
+    ("model.language_model.layers.7.mlp.experts", GATED, 7, Stack.MODEL),
+    ("language_model.model.layers.12.feed_forward.experts", GATED, 12, Stack.MODEL),
+    ("language_model.layers.5.mlp.experts", GATED, 5, Stack.MODEL),
+    ("model.layers.2.block_sparse_moe.experts", MIXTRAL, 2, Stack.MODEL),
+    ("transformer.h.4.moe.experts", GATED, 4, Stack.MODEL),
+    ("mtp.layers.0.mlp.experts", GATED, 0, Stack.SIDE),
+    ("mtp.layers.0.mixer.experts", UNGATED, 0, Stack.SIDE),
+    ("model.mtp.layers.1.mlp.experts", GATED, 1, Stack.SIDE),
+    (DEEPSEEK_MTP, GATED, 61, Stack.MODEL),
+    ("vision_tower.blocks.3.mlp.experts", GATED, 3, Stack.SIDE),
+    ("experts", GATED, None, Stack.MODEL),
+]
+
+
+def found(folder: Path, tensors: dict[str, torch.Tensor]) -> list[LayerEntry]:
+    return discover(open_checkpoint(save(folder, tensors)))
+
+
+@pytest.mark.parametrize(("prefix", "names", "number", "stack"), FAMILIES)
+def test_a_family_is_found(tmp_path, prefix, names, number, stack):
+    (entry,) = found(tmp_path, experts(prefix, names))
+    assert (entry.prefix, entry.number, entry.stack) == (prefix, number, stack)
+    assert (entry.experts, entry.hidden, entry.intermediate) == (EXPERTS, HIDDEN, INTERMEDIATE)
+    assert entry.is_gated == (names != UNGATED)
+    assert (entry.storage, entry.present) == (Storage.SPLIT, True)
+    gate, up, down = (None, *names) if names == UNGATED else names
+    assert (entry.names.gate, entry.names.up, entry.names.down) == (gate, up, down)
+    assert entry.matrix(1, up) == f"{prefix}.1.{up}"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "shared_experts.{}",
+        "shared_expert.{}",
+        "shared_experts.0.{}",
+        "{}",
+        "gate.{}",
+    ],
+)
+def test_other_linears_are_not_experts(tmp_path, other):
+    """Shared experts and dense blocks run on other kernels."""
+    base = "model.layers.0.mlp."
+    alone = {}
+    for name, tensor in experts("x", count=1).items():
+        _, _, projection, short = name.split(".")
+        alone[f"{base}{other.format(projection)}.{short}"] = tensor
+    assert found(tmp_path / "alone", alone) == []
+    (entry,) = found(tmp_path / "both", alone | experts(QWEN.format(0)))
+    assert (entry.prefix, entry.experts) == (QWEN.format(0), EXPERTS)
+
+
+def test_layers_come_in_order_of_their_numbers(tmp_path):
+    tensors = {}
+    for number in (10, 2, 0, 61):
+        tensors |= experts(QWEN.format(number), count=1)
+    tensors |= experts("mtp.layers.0.mlp.experts", count=1)
+    entries = found(tmp_path, tensors)
+    assert [(e.stack, e.number) for e in entries] == [
+        *((Stack.MODEL, number) for number in (0, 2, 10, 61)),
+        (Stack.SIDE, 0),
+    ]
+
+
+def test_shapes_are_each_layers_own(tmp_path):
+    tensors = experts(QWEN.format(0), count=2) | experts(
+        QWEN.format(1), count=3, hidden=32, intermediate=16
+    )
+    first, second = found(tmp_path, tensors)
+    assert (first.experts, first.hidden, first.intermediate) == (2, HIDDEN, INTERMEDIATE)
+    assert (second.experts, second.hidden, second.intermediate) == (3, 32, 16)
+
+
+# ---- not NVFP4
+
+
+def test_experts_in_bf16_are_left_out(tmp_path):
+    plain = {f"{QWEN.format(0)}.{e}.{n}.weight": torch.zeros(4, 4) for e in range(2) for n in GATED}
+    assert found(tmp_path, plain) == []
+    (entry,) = found(tmp_path, plain | experts(QWEN.format(1)))
+    assert entry.number == 1
+
+
+def test_experts_in_fp8_are_left_out(tmp_path):
+    """They have a weight and a weight_scale, as NVFP4's have."""
+    fp8 = {}
+    for expert in range(2):
+        for name in GATED:
+            base = f"{QWEN.format(0)}.{expert}.{name}"
+            fp8[f"{base}.weight"] = torch.zeros(32, 64).to(torch.float8_e4m3fn)
+            fp8[f"{base}.weight_scale"] = torch.tensor(0.1)
+            fp8[f"{base}.input_scale"] = torch.tensor(0.1)
+    assert found(tmp_path, fp8) == []
+    (entry,) = found(tmp_path, fp8 | experts(QWEN.format(1)))
+    assert entry.number == 1
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_fused_experts_in_bf16_are_left_out(tmp_path, suffix):
+    prefix = QWEN.format(0)
+    plain = {f"{prefix}.{n}{suffix}": torch.zeros(2, 4, 4) for n in ("gate_up_proj", "down_proj")}
+    assert found(tmp_path, plain) == []
+
+
+def test_one_expert_in_nvfp4_among_others_is_an_error(tmp_path):
+    tensors = experts(QWEN.format(0))
+    for name in GATED:
+        tensors[f"{QWEN.format(0)}.0.{name}.weight"] = torch.zeros(4, 4)
+    with pytest.raises(InputError, match=r"experts\.0\.up_proj has no NVFP4 weight.*expert 1 has"):
+        found(tmp_path, tensors)
+
+
+# ---- incomplete
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    tensors = {n: t for n, t in experts(QWEN.format(3)).items() if ".experts.2." not in n}
+    with pytest.raises(InputError) as error:
+        found(tmp_path, tensors)
+    for text in (tmp_path.name, QWEN.format(3), "expert 2 is missing", "expert 3 is there"):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_missing_projection_is_named(tmp_path, name):
+    lost = f"{QWEN.format(3)}.1.{name}"
+    tensors = {n: t for n, t in experts(QWEN.format(3)).items() if not n.startswith(f"{lost}.")}
+    with pytest.raises(InputError) as error:
+        found(tmp_path, tensors)
+    for text in (tmp_path.name, f"{QWEN.format(3)}.1", f"{name} is missing"):
+        assert text in str(error.value)
+
+
+def test_a_layer_without_any_down_projection_is_named(tmp_path):
+    tensors = {n: t for n, t in experts(QWEN.format(3)).items() if "down_proj" not in n}
+    with pytest.raises(InputError, match=rf"{QWEN.format(3)}\.0: down_proj is missing"):
+        found(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (32, 0), (2, 16, 16), ()])
+def test_codes_that_are_no_matrix_are_named(tmp_path, shape):
+    name = f"{QWEN.format(0)}.0.up_proj.weight"
+    tensors = experts(QWEN.format(0)) | {name: torch.zeros(shape, dtype=torch.uint8)}
+    with pytest.raises(InputError) as error:
+        found(tmp_path, tensors)
+    for text in ("model.safetensors", name, str(list(shape))):
+        assert text in str(error.value)
+
+
+def test_fused_experts_without_a_down_projection_are_named(tmp_path):
+    base = f"{QWEN.format(0)}.gate_up_proj"
+    tensors = {
+        base: torch.zeros(2, 64, 32, dtype=torch.uint8),
+        f"{base}_weight_scale": torch.zeros(2, 64, 4).to(torch.float8_e4m3fn),
+    }
+    with pytest.raises(InputError, match="down_proj is missing"):
+        found(tmp_path, tensors)
+
+
+# ---- choosing
+
+
+def entries(*prefixes: str, folder: Path) -> list[LayerEntry]:
+    tensors = {}
+    for prefix in prefixes:
+        tensors |= experts(prefix, count=1, hidden=16, intermediate=16)
+    return found(folder, tensors)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "prefix"),
+    [
+        ("0", QWEN.format(0)),
+        ("00", QWEN.format(0)),
+        ("12", QWEN.format(12)),
+        (QWEN.format(1), QWEN.format(1)),
+        (QWEN.format(1) + ".", QWEN.format(1)),
+        ("model.layers.1", QWEN.format(1)),
+        ("model.layers.1.", QWEN.format(1)),
+        ("model.layers.1.mlp", QWEN.format(1)),
+        ("mtp.layers.0", "mtp.layers.0.mlp.experts"),
+        ("mtp", "mtp.layers.0.mlp.experts"),
+    ],
+)
+def test_a_layer_is_chosen_by_number_or_prefix(tmp_path, wanted, prefix):
+    """A number means the model's own block, whatever else has that number."""
+    there = entries(
+        *(QWEN.format(n) for n in (0, 1, 12)), "mtp.layers.0.mlp.experts", folder=tmp_path
+    )
+    assert choose(there, wanted, "name").prefix == prefix
+
+
+def test_a_number_may_mean_a_side_stack_where_nothing_else_has_it(tmp_path):
+    there = entries(QWEN.format(1), "mtp.layers.0.mlp.experts", folder=tmp_path)
+    assert choose(there, "0", "name").prefix == "mtp.layers.0.mlp.experts"
+
+
+def test_deepseeks_mtp_layer_is_one_more_block(tmp_path):
+    there = entries(QWEN.format(3), DEEPSEEK_MTP, folder=tmp_path)
+    assert choose(there, "61", "name").prefix == DEEPSEEK_MTP
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("model", ("model could be", QWEN.format(0), QWEN.format(1), "name one")),
+        ("5", ("no MoE layer 5", QWEN.format(0), QWEN.format(1), "--list")),
+        ("9" * 5000, ("no MoE layer 9",)),
+        ("model.layers", ("could be",)),
+        ("model.layers.11", ("no MoE layer model.layers.11",)),
+        ("", ("no MoE layer",)),
+        ("-1", ("no MoE layer -1",)),
+        ("²", ("no MoE layer",)),
+    ],
+)
+def test_what_is_nothing_or_several_is_named(tmp_path, wanted, words):
+    there = entries(QWEN.format(0), QWEN.format(1), folder=tmp_path)
+    with pytest.raises(InputError) as error:
+        choose(there, wanted, "the-name")
+    for word in ("the-name", *words):
+        assert word in str(error.value)
+
+
+def test_two_stacks_with_one_number_must_be_told_apart(tmp_path):
+    there = entries("a.layers.0.mlp.experts", "b.layers.0.mlp.experts", folder=tmp_path)
+    with pytest.raises(InputError, match=r"0 could be a\.layers.*b\.layers"):
+        choose(there, "0", "name")
+    assert choose(there, "b", "name").prefix == "b.layers.0.mlp.experts"
+
+
+def test_many_layers_are_not_all_listed(tmp_path):
+    there = entries(*(QWEN.format(n) for n in range(9)), folder=tmp_path)
+    with pytest.raises(InputError, match="and 3 more"):
+        choose(there, "99", "name")
+
+
+def test_nothing_to_choose_from():
+    with pytest.raises(InputError, match=r"name: no NVFP4 mixture-of-experts layer"):
+        choose([], "0", "name")
+
+
+# ---- the list
+
+
+def test_the_list_names_side_stacks_and_missing_shards(tmp_path):
+    tensors = experts(QWEN.format(0)) | experts("mtp.layers.0.mlp.experts", count=2)
+    save(tmp_path, tensors)
+    lost = f"{QWEN.format(0)}.3.down_proj.input_scale"
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | {lost: "gone.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = open_checkpoint(tmp_path)
+    there = discover(checkpoint)
+    text = listing.render(there, checkpoint)
+    model, side = text.splitlines()[2:4]
+    assert model.split()[:7] == ["0", "4", "64", "32", "yes", "modelopt", "split"]
+    assert model.endswith(f"{QWEN.format(0)}  (a shard is missing)")
+    assert side.startswith("0 (side stack)")
+    assert "gone.safetensors" in text
+    document = json.loads(listing.to_json(there, checkpoint))
+    assert [(e["stack"], e["present"]) for e in document["layers"]] == [
+        ("model", False),
+        ("side", True),
+    ]
+    assert document["findings"][0]["code"] == "missing-shard"
+
+
+def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(tmp_path):
+    checkpoint = open_checkpoint(save(tmp_path, experts("\x1b[31m.layers.0.mlp.experts")))
+    assert "\x1b" not in listing.render(discover(checkpoint), checkpoint)
+
+
+def test_an_empty_list_says_so(tmp_path):
+    checkpoint = open_checkpoint(save(tmp_path, {"a": torch.zeros(1)}))
+    assert f"{tmp_path.name}: no NVFP4" in listing.render([], checkpoint)
