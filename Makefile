@@ -16,8 +16,8 @@ BIN := $(VENV)/bin
 # than replaces it.
 TORCH_PIN := $(VENV)/torch-constraint.txt
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet
-# loadgroup keeps tests that share a costly process (xdist_group) on one worker.
-PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup
+# loadfile keeps the tests of a file on one worker: files share costly exports and processes.
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 # Not $(BIN)/lint-imports: a tool that came with the host's packages has no script here.
 LINT_IMPORTS := $(BIN)/python -c 'from importlinter.cli import lint_imports_command as run; run()'
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from trtllm_b12x_fix import __version__
 from trtllm_b12x_fix.commands import COMMANDS
 from trtllm_b12x_fix.errors import B12xFixError
+from trtllm_b12x_fix.report.text import printable
 
 EXIT_UNUSABLE = 2
 EXIT_INTERRUPTED = 130
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except B12xFixError as error:
-        print(f"trtllm-b12x-fix: {error}", file=sys.stderr)
+        print(f"trtllm-b12x-fix: {printable(str(error))}", file=sys.stderr)
         return EXIT_UNUSABLE
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # Standard output on a full disk: without this, exit code 1 would read as a finding.
         _discard_output()
-        print(f"trtllm-b12x-fix: {error}", file=sys.stderr)
+        print(f"trtllm-b12x-fix: {printable(str(error))}", file=sys.stderr)
         return EXIT_UNUSABLE
 
 

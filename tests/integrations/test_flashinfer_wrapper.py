@@ -98,11 +98,7 @@ def subjects() -> dict[str, LayerInput]:
     return {"embedded": embedded, "relu2": LayerInput(relu2, x, routing, "synthetic")}
 
 
-# One worker process of pytest-xdist per version, or each would run every version again.
-BY_VERSION = [pytest.param(v, marks=pytest.mark.xdist_group(f"flashinfer-{v}")) for v in VERSIONS]
-
-
-@pytest.fixture(scope="module", params=BY_VERSION)
+@pytest.fixture(scope="module", params=VERSIONS)
 def ran(request, oracle_dir, tmp_path_factory) -> VersionRun:
     version = request.param
     oracle_dir(f"flashinfer-{version}")
@@ -210,7 +206,7 @@ def test_the_fix_is_as_true_as_exact_scales_through_the_real_wrapper(ran):
             assert baked > 1.2 * mine
 
 
-@pytest.mark.parametrize("version", BY_VERSION)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_intermediates_that_the_wrapper_pads(oracle_dir, tmp_path, version):
     """0.6 pads to 128, 0.7.2 to 256, 0.7.4 mostly not: the same output for the same layer."""
     oracle_dir(f"flashinfer-{version}")
@@ -247,7 +243,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize("version", BY_VERSION[1:])
+@pytest.mark.parametrize("version", VERSIONS[1:])
 def test_every_forced_family_agrees_with_the_second_implementation(
     oracle_dir, tmp_path, version, activation
 ):

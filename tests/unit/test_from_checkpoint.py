@@ -1,10 +1,11 @@
-"""A layer of a checkpoint as input of a check: whose router, which inputs, and how little is read."""
+"""A layer of a checkpoint as input of a check: whose router, which inputs, how little is read."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,19 @@ from tests.checkpoints import (
     router,
     save,
 )
+from tests.layers import make_inputs, make_layer
 from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
+from trtllm_b12x_fix.emulator.moe import Routing
+from trtllm_b12x_fix.emulator.reference import intermediate_amax
 from trtllm_b12x_fix.errors import B12xFixError, InputError, ShapeError
+from trtllm_b12x_fix.formats.nvfp4 import CALIBRATION_MAX
 from trtllm_b12x_fix.layer import Activation
-from trtllm_b12x_fix.layer_check.from_checkpoint import Loaded, Request, load
+from trtllm_b12x_fix.layer_check.from_checkpoint import (
+    Loaded,
+    Request,
+    _fit_intermediate,
+    load,
+)
 
 CONFIG = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "hidden_act": "silu"}
 PREFIX = QWEN.format(0)
@@ -83,6 +93,21 @@ def test_a_bias_changes_the_choice_and_not_the_weights(tmp_path, where):
 def test_model_types_whose_router_is_a_sigmoid(tmp_path, model_type):
     save(tmp_path, experts(PREFIX) | router(PREFIX), config=CONFIG | {"model_type": model_type})
     assert "(sigmoid)" in loaded(tmp_path).subject.inputs
+
+
+@pytest.mark.parametrize(("named", "scoring"), [(None, "sigmoid"), ("softmax", "softmax")])
+def test_a_correction_bias_tells_a_sigmoid_where_the_config_does_not(tmp_path, named, scoring):
+    """A model type of tomorrow: routers with an e_score_correction_bias are sigmoids."""
+    config = CONFIG | {"model_type": "of_tomorrow", "scoring_func": named}
+    save(tmp_path, experts(PREFIX) | router(PREFIX) | {BIAS: torch.zeros(4)}, config=config)
+    assert f"({scoring})" in loaded(tmp_path).subject.inputs
+
+
+def test_a_scoring_that_is_not_known_leaves_a_sample_to_check(tmp_path):
+    config = CONFIG | {"scoring_func": "sqrtsoftplus"}
+    save(tmp_path, experts(PREFIX) | router(PREFIX), config=config)
+    refused(tmp_path, "config.json", "sqrtsoftplus", "--experts")
+    assert loaded(tmp_path, experts=(0, 1)).subject.layer.experts == 2
 
 
 def test_a_sample_that_is_all_experts_goes_through_the_router(tmp_path):
@@ -293,7 +318,7 @@ def test_only_the_routed_rows_of_fused_experts_are_read(tmp_path, reads):
 MEASURE = """
 import sys
 from pathlib import Path
-import torch, safetensors
+import torch
 from trtllm_b12x_fix.layer_check.from_checkpoint import Request, load
 torch.set_num_threads(1)
 
@@ -336,3 +361,19 @@ def test_memory_is_bounded_by_the_routed_experts(tmp_path):
     matrix = hidden * intermediate // 2 * 9 // 8
     routed = 2 * 3 * matrix
     assert int(done.stdout) < routed + matrix + 30e6
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0, 64.0])
+def test_made_up_inputs_never_saturate_a_sound_layer(tmp_path, factor):
+    """A calibrated amax set by an outlier channel: N(0,1) there would overflow FC2's scale."""
+    layer = make_layer(Activation.RELU2, experts=4, hidden=128, intermediate=128)
+    layer = replace(layer, fc1=replace(layer.fc1, input_scale=layer.fc1.input_scale * factor))
+    x, routing = make_inputs(layer, tokens=8, top_k=2)
+    loud = x * factor
+    fitted, words = _fit_intermediate(layer, loud, routing)
+    limit = CALIBRATION_MAX * float(layer.fc2.largest_input_scale)
+    probe = Routing(routing.expert_ids[:4], routing.weights[:4])
+    assert intermediate_amax(layer, fitted[:4], probe) <= limit
+    assert bool(words) == (factor > 1)
+    ratio = loud.float().norm() / fitted.float().norm()
+    assert float(ratio) in [2.0**k for k in range(8)]

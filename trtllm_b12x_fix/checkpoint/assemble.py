@@ -170,8 +170,8 @@ def _note_damage(
         )
     if looks_swizzled(linear.block_scale):
         damage["scales-look-swizzled"] = (
-            "the block scales look swizzled into 128x4 tiles: only unswizzled do they show rows and "
-            "columns. A checkpoint stores them linear, and the check reads them so"
+            "the block scales look swizzled into 128x4 tiles: only unswizzled do they show rows "
+            "and columns. A checkpoint stores them linear, and the check reads them so"
         )
     findings += [
         Finding(

@@ -64,8 +64,12 @@ class ModelConfig:
             )
         return activation
 
-    def router_spec(self, top_k: int) -> RouterSpec:
+    def router_spec(self, top_k: int, *, corrected: bool = False) -> RouterSpec:
         """How the router scores and limits.
+
+        Args:
+            corrected: the router has an ``e_score_correction_bias`` beside its weight, as sigmoid
+                routers have; it tells where the config does not.
 
         Raises:
             InputError: a value that makes no sense.
@@ -75,7 +79,7 @@ class ModelConfig:
             raise InputError(f"config.json: norm_topk_prob must be true or false: {renormalize!r}")
         return RouterSpec(
             top_k=top_k,
-            scoring=self._scoring(),
+            scoring=self._scoring(corrected),
             renormalize=Renormalize.NO if renormalize is False else Renormalize.YES,
             groups=self._integer("n_group", 1),
             top_groups=self._integer("topk_group", 1),
@@ -94,14 +98,17 @@ class ModelConfig:
             )
         return float(scaling)
 
-    def _scoring(self) -> Scoring:
+    def _scoring(self, corrected: bool) -> Scoring:
         named = self._values.get("scoring_func")
         if named is not None:
             try:
                 return Scoring(named)
             except ValueError as error:
-                raise InputError(f"config.json: scoring_func {named!r} is not known") from error
-        sigmoid = self._values.get("model_type") in conventions.SIGMOID_MODEL_TYPES
+                raise InputError(
+                    f"config.json: scoring_func {named!r} is not known; --experts A-B checks a "
+                    "sample of experts with random routing"
+                ) from error
+        sigmoid = corrected or self._values.get("model_type") in conventions.SIGMOID_MODEL_TYPES
         return Scoring.SIGMOID if sigmoid else Scoring.SOFTMAX
 
     def contradictions(self, entry: LayerEntry) -> list[Finding]:
@@ -119,7 +126,7 @@ class ModelConfig:
                     Finding(
                         Severity.NOTE,
                         "config-contradicts-tensors",
-                        f"config.json says {what} {claimed}, the experts' tensors have {actual}; "
+                        f"says {what} {claimed}, the experts' tensors have {actual}; "
                         "the tensors count (a latent MoE works at a smaller size)",
                         file="config.json",
                         layer=entry.prefix,

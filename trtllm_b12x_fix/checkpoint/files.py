@@ -117,7 +117,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     # os.path's tests, unlike pathlib's, take a name that the system refuses for one not there.
     if not (os.path.isfile(path) or os.path.isdir(path)):
-        raise InputError(f"{path}: no such file or folder")
+        raise InputError(
+            f"{path}: no such file or folder (nothing is downloaded here: a hub id has to be "
+            "fetched first, then name its folder)"
+        )
     if path.suffix in _PICKLE_SUFFIXES and path.is_file():
         raise InputError(f"{path}: {_PICKLE}")
     if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):

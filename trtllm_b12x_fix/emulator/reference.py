@@ -48,6 +48,16 @@ def truth(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
     return out
 
 
+def intermediate_amax(layer: MoELayer, x: Tensor, routing: Routing) -> float:
+    """Largest magnitude that FC2's input takes for these tokens, in fp64 on exact weights."""
+    largest = 0.0
+    for expert in routing.expert_ids.unique().tolist():
+        tokens = (routing.expert_ids == expert).any(dim=1)
+        h = _activate(x[tokens].double() @ _dequantize(layer, expert, "fc1").t(), layer.activation)
+        largest = max(largest, float(h.abs().max()))
+    return largest
+
+
 def _dequantize(layer: MoELayer, expert: int, which: str) -> Tensor:
     matrices = layer.fc1 if which == "fc1" else layer.fc2
     return (

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trtllm_b12x_fix.checkpoint import conventions
-from trtllm_b12x_fix.checkpoint.assemble import largest_input_scales, load_experts
+from trtllm_b12x_fix.checkpoint.assemble import LoadedLayer, largest_input_scales, load_experts
 from trtllm_b12x_fix.checkpoint.config import ModelConfig
-from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, choose, discover
+from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Storage, choose, discover
 from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
 from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.checkpoint.router import Router, random_routing
 from trtllm_b12x_fix.emulator.moe import Routing
+from trtllm_b12x_fix.emulator.reference import intermediate_amax
 from trtllm_b12x_fix.errors import InputError, ScaleError, ShapeError
 from trtllm_b12x_fix.formats.nvfp4 import CALIBRATION_MAX
 from trtllm_b12x_fix.layer import Activation, MoELayer, pad_activations, pad_to_tiles
@@ -66,10 +68,7 @@ def load(request: Request) -> Loaded:
     """
     checkpoint = open_checkpoint(request.path)
     entry = choose(discover(checkpoint), request.layer, checkpoint.name)
-    if not entry.hidden:
-        raise InputError(
-            f"{checkpoint.name}: {entry.prefix}: the shards that hold its weights are missing"
-        )
+    _require_sizes(checkpoint, entry)
     config = ModelConfig(checkpoint.config)
     activation = request.activation or config.activation(entry)
     pool = _pool(request.experts, entry)
@@ -80,18 +79,67 @@ def load(request: Request) -> Loaded:
         raise ShapeError(
             f"inputs are [{x.shape[0]}, {x.shape[1]}], {entry.prefix} works on {entry.hidden}"
         )
-    ids, weights, routed = _route(checkpoint, entry, config, x, pool, top_k, generator)
-    used, local = _used_experts(ids)
-    loaded = load_experts(checkpoint, entry, used, activation, _describe(checkpoint, entry, used))
-    subject = _subject(loaded.layer, x, Routing(local, weights), f"{inputs}; {routed}")
+    route = partial(_route, checkpoint, entry, config, pool=pool, top_k=top_k, seed=request.seed)
+    routing, experts, routed = route(x)
+    loaded = _load(checkpoint, entry, experts, activation)
+    if request.inputs is None:
+        x, shrunk = _fit_intermediate(loaded.layer, x, routing)
+        if shrunk:  # another input may go elsewhere
+            inputs += shrunk
+            before = experts
+            routing, experts, routed = route(x)
+            if experts != before:
+                loaded = _load(checkpoint, entry, experts, activation)
+    subject = _subject(loaded.layer, x, routing, f"{inputs}; {routed}")
     subject = replace(subject, model_experts=entry.experts)
     findings = (*checkpoint.findings, *config.contradictions(entry), *loaded.findings)
     return Loaded(subject, findings)
 
 
+#: Tokens that tell how large FC2's input gets; more change the answer by a few percent.
+_PROBE_TOKENS = 4
+
+
+def _fit_intermediate(layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, str]:
+    """Halve made-up inputs until FC2's input fits its calibration; also in words.
+
+    N(0,1) in every channel is more than a layer with outlier channels ever sees: at the calibrated
+    amax its FC2 input would saturate, and a sound layer would look broken.
+    """
+    limit = CALIBRATION_MAX * float(layer.fc2.largest_input_scale)
+    few = min(_PROBE_TOKENS, x.shape[0])
+    probe = Routing(routing.expert_ids[:few], routing.weights[:few])
+    halvings = 0
+    while halvings < 20 and intermediate_amax(layer, x[:few], probe) > limit:
+        x, halvings = x / 2, halvings + 1
+    return x, f", / 2^{halvings} so that FC2's input fits its own scale" if halvings else ""
+
+
+def _require_sizes(checkpoint: Checkpoint, entry: LayerEntry) -> None:
+    """Name the missing shard of a layer none of whose weights are here.
+
+    Raises:
+        InputError: there is such a shard.
+    """
+    if entry.hidden:
+        return
+    split = entry.storage is Storage.SPLIT
+    matrix = entry.matrix(0, entry.names.up) if split else entry.fused(entry.names.up)
+    spelling = conventions.detect(checkpoint, matrix)
+    for tensor in (spelling.packed, spelling.block_scale):
+        checkpoint.info(tensor)
+
+
 def _subject(layer: MoELayer, x: Tensor, routing: Routing, inputs: str) -> LayerInput:
     padded = pad_to_tiles(layer)
     return LayerInput(padded, pad_activations(x, padded.hidden), routing, inputs)
+
+
+def _load(
+    checkpoint: Checkpoint, entry: LayerEntry, experts: list[int], activation: Activation
+) -> LoadedLayer:
+    words = _describe(checkpoint, entry, experts)
+    return load_experts(checkpoint, entry, experts, activation, words)
 
 
 def _describe(checkpoint: Checkpoint, entry: LayerEntry, used: Sequence[int]) -> str:
@@ -161,17 +209,23 @@ def _route(
     entry: LayerEntry,
     config: ModelConfig,
     x: Tensor,
+    *,
     pool: tuple[int, ...],
     top_k: int,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor, str]:
-    """Expert ids (of the whole layer), routing weights, and how they came about."""
+    seed: int,
+) -> tuple[Routing, list[int], str]:
+    """Routing with expert ids renumbered to their places in the list of experts that have work,
+    that list, and how the routing came about."""
     router, why_not = _router(checkpoint, entry, config, x, pool, top_k)
     if router is not None:
         ids, weights = router.route(x)
-        return ids, weights, f"the layer's own router ({router.spec.scoring.value})"
-    ids, weights = random_routing(x.shape[0], len(pool), top_k, generator)
-    return torch.tensor(pool)[ids], weights, f"random routing ({why_not})"
+        words = f"the layer's own router ({router.spec.scoring.value})"
+    else:
+        generator = torch.Generator().manual_seed(seed + 1)
+        places, weights = random_routing(x.shape[0], len(pool), top_k, generator)
+        ids, words = torch.tensor(pool)[places], f"random routing ({why_not})"
+    used, local = ids.unique(return_inverse=True)
+    return Routing(local, weights), used.tolist(), words
 
 
 def _router(
@@ -210,13 +264,7 @@ def _router(
     for tensor, held in ((name, weight), (bias, values)):
         if tensor and held is not None and not bool(torch.isfinite(held.float()).all()):
             raise InputError(f"{checkpoint.file_of(tensor)}: {tensor} holds NaN or infinity")
-    return Router(weight, values, config.router_spec(top_k)), ""
-
-
-def _used_experts(ids: Tensor) -> tuple[list[int], Tensor]:
-    """Experts that have work, and the ids renumbered to their places in that list."""
-    used, local = ids.unique(return_inverse=True)
-    return used.tolist(), local
+    return Router(weight, values, config.router_spec(top_k, corrected=values is not None)), ""
 
 
 def list_layers(path: Path) -> tuple[list[LayerEntry], Checkpoint]:

@@ -18,7 +18,7 @@ def to_json(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
     """The list as a JSON document, ending in a newline."""
     document = {
         "schema": SCHEMA,
-        "verdict": "good" if entries else "finding",
+        "verdict": "good",
         "source": checkpoint.name,
         "layers": [_entry(entry) for entry in entries],
         "findings": [finding_document(finding) for finding in checkpoint.findings],
