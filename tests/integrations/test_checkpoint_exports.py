@@ -133,6 +133,7 @@ def test_the_list_shows_them(family, export):
             "hidden": hidden,
             "intermediate": intermediate,
             "gated": FAMILIES[family].gated,
+            "activation": "silu" if FAMILIES[family].gated else "relu2",
             "dialect": "modelopt",
             "storage": "split",
             "present": True,

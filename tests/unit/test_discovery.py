@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoints import EXPERTS, GATED, HIDDEN, INTERMEDIATE, QWEN, UNGATED, experts, save
 from trtllm_b12x_fix.checkpoint.discovery import (
@@ -282,7 +283,7 @@ def test_the_list_names_side_stacks_and_missing_shards(tmp_path):
     there = discover(checkpoint)
     text = listing.render(there, checkpoint)
     model, side = text.splitlines()[2:4]
-    assert model.split()[:7] == ["0", "4", "64", "32", "yes", "modelopt", "split"]
+    assert model.split()[:7] == ["0", "4", "64", "32", "silu", "modelopt", "split"]
     assert model.endswith(f"{QWEN.format(0)}  (a shard is missing)")
     assert side.startswith("0 (side stack)")
     assert "gone.safetensors" in text
@@ -302,3 +303,15 @@ def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(tmp_path):
 def test_an_empty_list_says_so(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path, {"a": torch.zeros(1)}))
     assert f"{tmp_path.name}: no NVFP4" in listing.render([], checkpoint)
+
+
+def test_mxfp4_experts_are_not_nvfp4(tmp_path):
+    """The same codes with an E8M0 byte for 32 of them: another format, nothing to check."""
+    tensors = {}
+    for expert in range(2):
+        for name in ("up_proj", "down_proj"):
+            base = f"model.layers.0.mlp.experts.{expert}.{name}"
+            tensors[f"{base}.weight"] = torch.zeros(64, 32, dtype=torch.uint8)
+            tensors[f"{base}.weight_scale"] = torch.zeros(64, 2, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert discover(open_checkpoint(tmp_path)) == []

@@ -64,6 +64,13 @@ class ModelConfig:
             )
         return activation
 
+    def activation_name(self, entry: LayerEntry) -> str:
+        """The layer's activation in words, for lists: one that cannot be checked says so."""
+        try:
+            return self.activation(entry).value
+        except InputError:
+            return f"{self._first(conventions.ACTIVATION_KEYS)} (cannot be checked)"
+
     def router_spec(self, top_k: int, *, corrected: bool = False) -> RouterSpec:
         """How the router scores and limits.
 

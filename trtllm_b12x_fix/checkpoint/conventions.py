@@ -108,6 +108,8 @@ FUSED_EXPERT = re.compile(
 )
 #: Header dtypes of a ``weight`` that was never packed to FP4; an FP8 one has a weight_scale too.
 UNPACKED_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
+#: MXFP4: an E8M0 byte for 32 codes.
+MX_SCALE_DTYPES, MX_BLOCK = ("U8", "F8_E8M0"), 32
 #: The block number in a layer's prefix.
 LAYER_NUMBER = re.compile(r"\b(?:layers|h|blocks)\.(\d{1,6})\.")
 #: Prefixes of multi-token-prediction blocks and of vision towers: never "layer N" of the model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from trtllm_b12x_fix.checkpoint import conventions
@@ -154,13 +155,20 @@ def _nvfp4(checkpoint: Checkpoint, matrix: str) -> Spelling | None:
     """How a matrix is spelled, ``None`` where it is not NVFP4.
 
     FP8 linears have a ``weight`` and a ``weight_scale`` too: only codes of one byte's two are ours.
+    MXFP4 has such codes, but a scale for 32 of them.
     """
     try:
         spelling = detect(checkpoint, matrix)
     except InputError:
         return None
-    info = _info(checkpoint, spelling.packed)
-    return spelling if info is None or info.dtype not in conventions.UNPACKED_DTYPES else None
+    info, scales = (_info(checkpoint, name) for name in (spelling.packed, spelling.block_scale))
+    if info is not None and info.dtype in conventions.UNPACKED_DTYPES:
+        return None
+    if info and scales and scales.dtype in conventions.MX_SCALE_DTYPES:
+        codes = 2 * math.prod(info.shape)
+        if codes == conventions.MX_BLOCK * math.prod(scales.shape):
+            return None
+    return spelling
 
 
 def _split_names(

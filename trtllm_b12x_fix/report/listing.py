@@ -5,28 +5,39 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from trtllm_b12x_fix.checkpoint.config import ModelConfig
 from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Stack
 from trtllm_b12x_fix.checkpoint.files import Checkpoint
 from trtllm_b12x_fix.report.document import finding_document
 from trtllm_b12x_fix.report.text import bullet, grid, paragraph, printable
 
 SCHEMA = "trtllm-b12x-fix/list-layers/1"
-_HEADER = ["layer", "experts", "hidden", "intermediate", "gate", "dialect", "storage", "prefix"]
+_HEADER = [
+    "layer",
+    "experts",
+    "hidden",
+    "intermediate",
+    "activation",
+    "dialect",
+    "storage",
+    "prefix",
+]
 
 
 def to_json(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
     """The list as a JSON document, ending in a newline."""
+    config = ModelConfig(checkpoint.config)
     document = {
         "schema": SCHEMA,
         "verdict": "good",
         "source": checkpoint.name,
-        "layers": [_entry(entry) for entry in entries],
+        "layers": [_entry(entry, config.activation_name(entry)) for entry in entries],
         "findings": [finding_document(finding) for finding in checkpoint.findings],
     }
     return json.dumps(document, indent=2) + "\n"
 
 
-def _entry(entry: LayerEntry) -> dict[str, Any]:
+def _entry(entry: LayerEntry, activation: str) -> dict[str, Any]:
     return {
         "number": entry.number,
         "prefix": entry.prefix,
@@ -35,6 +46,7 @@ def _entry(entry: LayerEntry) -> dict[str, Any]:
         "hidden": entry.hidden,
         "intermediate": entry.intermediate,
         "gated": entry.is_gated,
+        "activation": activation,
         "dialect": entry.dialect.value,
         "storage": entry.storage.value,
         "present": entry.present,
@@ -45,7 +57,9 @@ def render(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
     """The list as a table, ending in a newline."""
     parts = []
     if entries:
-        parts.append(grid(_HEADER, [_row(entry) for entry in entries], left=1))
+        config = ModelConfig(checkpoint.config)
+        rows = [_row(entry, config.activation_name(entry)) for entry in entries]
+        parts.append(grid(_HEADER, rows, left=1))
     else:
         parts.append(
             paragraph(
@@ -58,14 +72,14 @@ def render(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(entry: LayerEntry) -> list[str]:
+def _row(entry: LayerEntry, activation: str) -> list[str]:
     number = "-" if entry.number is None else str(entry.number)
     return [
         number if entry.stack is Stack.MODEL else f"{number} (side stack)",
         str(entry.experts),
         str(entry.hidden),
         str(entry.intermediate),
-        "yes" if entry.is_gated else "no",
+        printable(activation),
         entry.dialect.value,
         entry.storage.value,
         printable(entry.prefix) + ("" if entry.present else "  (a shard is missing)"),
