@@ -612,3 +612,9 @@ def test_lies_that_fuzzing_seldom_finds(tmp_path, intact):
             for begin, stop in (sound[weight]["data_offsets"], (0, 0), (0, 2**60)):
                 header = sound | {weight: entry(dtype, shape, begin, stop)}
                 assert not survives(tmp_path, intact | {shard: raw(header, intact[shard][end:])})
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    refused(tmp_path, name, "not a regular file")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import EXPERTS, GATED, HIDDEN, INTERMEDIATE, QWEN, UNGATED, experts, save
+from trtllm_b12x_fix.checkpoint.assemble import load_experts
 from trtllm_b12x_fix.checkpoint.discovery import (
     LayerEntry,
     Stack,
@@ -18,7 +19,8 @@ from trtllm_b12x_fix.checkpoint.discovery import (
     discover,
 )
 from trtllm_b12x_fix.checkpoint.files import open_checkpoint
-from trtllm_b12x_fix.errors import InputError
+from trtllm_b12x_fix.errors import InputError, ShapeError
+from trtllm_b12x_fix.layer import Activation
 from trtllm_b12x_fix.report import listing
 
 MIXTRAL = ("w1", "w3", "w2")
@@ -315,3 +317,52 @@ def test_mxfp4_experts_are_not_nvfp4(tmp_path):
             tensors[f"{base}.weight_scale"] = torch.zeros(64, 2, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
     assert discover(open_checkpoint(tmp_path)) == []
+
+
+def fused(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A fused gated layer of 4 experts, hidden 64, intermediate 32."""
+    base = "model.layers.0.mlp.experts"
+    tensors = {}
+    for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+        scales = torch.full((4, rows, columns // 16), 0x38, dtype=torch.uint8)
+        tensors[f"{base}.{name}"] = torch.full((4, rows, columns // 2), 0x11, dtype=torch.uint8)
+        tensors[f"{base}.{name}_weight_scale"] = scales.view(torch.float8_e4m3fn)
+        tensors[f"{base}.{name}_weight_scale_2"] = torch.full((4,), 0.01)
+        tensors[f"{base}.{name}_input_scale"] = torch.tensor(0.01)
+    return tensors | {f"{base}.{name}": tensor for name, tensor in changes.items()}
+
+
+def test_a_fused_layer_as_it_should_be(tmp_path):
+    save_file(fused(), tmp_path / "model.safetensors")
+    (entry,) = discover(open_checkpoint(tmp_path))
+    assert (entry.experts, entry.hidden, entry.intermediate, entry.is_gated) == (4, 64, 32, True)
+
+
+def test_fused_gate_and_up_as_two_tensors_are_refused_not_taken_for_relu2(tmp_path):
+    tensors = fused()
+    base = "model.layers.0.mlp.experts"
+    for suffix in ("", "_weight_scale", "_weight_scale_2", "_input_scale"):
+        half = tensors.pop(f"{base}.gate_up_proj{suffix}")
+        tensors[f"{base}.gate_proj{suffix}"] = half.clone()
+        tensors[f"{base}.up_proj{suffix}"] = half.clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="gate_proj and up_proj as two fused tensors"):
+        discover(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("entries", [2, 6, 8])
+@pytest.mark.parametrize("name", ["weight_scale_2", "input_scale"])
+def test_fused_scales_of_another_length_are_refused(tmp_path, entries, name):
+    scale = torch.full((entries,), 0.01)
+    save_file(fused(**{f"gate_up_proj_{name}": scale}), tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    (entry,) = discover(checkpoint)
+    with pytest.raises(ShapeError, match=f"gate_up_proj_{name} must have one entry"):
+        load_experts(checkpoint, entry, range(4), Activation.SILU, "")
+
+
+def test_fused_scales_of_more_experts_are_refused(tmp_path):
+    scales = torch.full((8, 64, 4), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    save_file(fused(gate_up_proj_weight_scale=scales), tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"4 experts, .* has 8"):
+        discover(open_checkpoint(tmp_path))

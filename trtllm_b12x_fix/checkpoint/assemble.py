@@ -83,7 +83,7 @@ def load_experts(
 def _read(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> QuantizedLinear:
     if entry.storage is Storage.SPLIT:
         return read_linear(source, entry.matrix(expert, name))
-    return read_fused(source, entry.fused(name), expert)
+    return read_fused(source, entry.fused(name), expert, entry.experts)
 
 
 def _file_of(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> str:
@@ -203,7 +203,7 @@ def largest_input_scales(source: TensorSource, entry: LayerEntry) -> tuple[Tenso
 def _input_scale(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> Tensor:
     if entry.storage is Storage.SPLIT:
         return read_input_scale(source, entry.matrix(expert, name))
-    return read_input_scale(source, entry.fused(name), expert)
+    return read_input_scale(source, entry.fused(name), expert, entry.experts)
 
 
 class _Stacker:

@@ -71,6 +71,16 @@ class ModelConfig:
         except InputError:
             return f"{self._first(conventions.ACTIVATION_KEYS)} (cannot be checked)"
 
+    def unknown_routing(self) -> str:
+        """Why this model's router is not emulated, empty where it is."""
+        model = self._values.get("model_type")
+        if model in conventions.UNKNOWN_ROUTING_MODELS:
+            return f"the routing of {model} is not emulated"
+        method = self._values.get("topk_method")
+        if method is not None and method not in conventions.KNOWN_TOPK_METHODS:
+            return "config.json names a topk_method that is not emulated"
+        return ""
+
     def router_spec(self, top_k: int, *, corrected: bool = False) -> RouterSpec:
         """How the router scores and limits.
 

@@ -94,6 +94,7 @@ SPLIT_NAMES = (
 #: Fused experts: one tensor [E, ...] per projection; a fused gate_up holds [gate; up] rows.
 FUSED_GATE_UP = "gate_up_proj"
 FUSED_UP = "up_proj"
+FUSED_GATE = "gate_proj"  # beside a fused up_proj: named, not read
 FUSED_DOWN = "down_proj"
 
 #: ``...experts.E.NAME`` of a split expert matrix, without the tensor's suffix.
@@ -103,7 +104,7 @@ SPLIT_EXPERT = re.compile(
 )
 #: ``...experts.NAME`` of a fused one.
 FUSED_EXPERT = re.compile(
-    r"^(?P<layer>.*?\bexperts)\.(?P<matrix>gate_up_proj|up_proj|down_proj)"
+    r"^(?P<layer>.*?\bexperts)\.(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj)"
     r"(?:\.weight|\.weight_packed|_packed)?$"
 )
 #: Header dtypes of a ``weight`` that was never packed to FP4; an FP8 one has a weight_scale too.
@@ -122,6 +123,12 @@ ROUTER_BIASES = (
     "router.e_score_correction_bias",
     "e_score_correction_bias",  # MiniMax-M2
 )
+
+ROUTER_PLAIN_BIAS = "gate.bias"
+
+#: Routing that is not emulated, by ``model_type`` and by ``topk_method``.
+UNKNOWN_ROUTING_MODELS = ("llama4", "llama4_text", "gpt_oss")
+KNOWN_TOPK_METHODS = ("noaux_tc",)
 
 #: Config keys, tried in order; a vision-language model keeps them one level down.
 CONFIG_SECTIONS = ("text_config", "llm_config", "language_config")
@@ -199,8 +206,8 @@ def read_linear(source: TensorSource, matrix: str) -> QuantizedLinear:
     )
 
 
-def read_fused(source: TensorSource, matrix: str, expert: int) -> QuantizedLinear:
-    """Read one expert of a fused matrix: [E, R, C/2], or [E, C/2, R] as ModelOpt exports bmm.
+def read_fused(source: TensorSource, matrix: str, expert: int, experts: int) -> QuantizedLinear:
+    """Read one of ``experts`` of a fused matrix: [E, R, C/2], or [E, C/2, R] (ModelOpt's bmm).
 
     Raises:
         InputError, ShapeError, ScaleError: as :func:`read_linear`.
@@ -219,19 +226,21 @@ def read_fused(source: TensorSource, matrix: str, expert: int) -> QuantizedLinea
     return QuantizedLinear(
         packed,
         scales,
-        _multiplier(source, spelling.weight_global, spelling.dialect, expert),
-        _multiplier(source, spelling.input_global, spelling.dialect, expert),
+        _multiplier(source, spelling.weight_global, spelling.dialect, expert, experts),
+        _multiplier(source, spelling.input_global, spelling.dialect, expert, experts),
     )
 
 
-def read_input_scale(source: TensorSource, matrix: str, expert: int | None = None) -> Tensor:
+def read_input_scale(
+    source: TensorSource, matrix: str, expert: int | None = None, experts: int = 1
+) -> Tensor:
     """The input scale of one matrix alone: fp32 scalar, a dequantizing multiplier.
 
     Raises:
         InputError, ShapeError, ScaleError: as :func:`read_linear`.
     """
     spelling = detect(source, matrix)
-    return _multiplier(source, spelling.input_global, spelling.dialect, expert)
+    return _multiplier(source, spelling.input_global, spelling.dialect, expert, experts)
 
 
 def _is_transposed(packed: Tensor, scales: Tensor) -> bool:
@@ -302,17 +311,20 @@ def _get(source: TensorSource, tensor: str) -> Tensor:
     return source.get(tensor)
 
 
-def _multiplier(source: TensorSource, tensor: str, dialect: Dialect, expert: int | None) -> Tensor:
+def _multiplier(
+    source: TensorSource, tensor: str, dialect: Dialect, expert: int | None, experts: int = 1
+) -> Tensor:
     stored = _get(source, tensor)
     if stored.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise InputError(f"{source.file_of(tensor)}: {tensor} must be floating, got {stored.dtype}")
     value = stored.to(torch.float32).reshape(-1)
     where = tensor
     if expert is not None and value.numel() > 1:
-        if expert >= value.numel():
+        # [E, 2] would be a scale for gate and one for up: indexed as [E] it would be another's.
+        if value.numel() != experts:
             raise ShapeError(
-                f"{source.file_of(tensor)}: {tensor} has {value.numel()} entries, none for "
-                f"expert {expert}"
+                f"{source.file_of(tensor)}: {tensor} must have one entry, or one for each of "
+                f"{experts} experts, got {tuple(stored.shape)}"
             )
         value, where = value[expert : expert + 1], f"{tensor}[{expert}]"
     if value.numel() != 1:

@@ -210,6 +210,11 @@ def _fused_entry(checkpoint: Checkpoint, prefix: str, found: set[str]) -> LayerE
         return None
     if lacking:
         raise InputError(f"{checkpoint.name}: {prefix}: {sorted(lacking)[0]} is missing")
+    if conventions.FUSED_GATE in found:
+        raise InputError(
+            f"{checkpoint.name}: {prefix}: gate_proj and up_proj as two fused tensors are not read "
+            "here; gate_up_proj as one, or experts one by one, are"
+        )
     detect(checkpoint, f"{prefix}.{conventions.FUSED_DOWN}")
     experts, rows, columns = _fused_shape(checkpoint, spelling.packed, spelling.block_scale)
     return LayerEntry(
@@ -258,6 +263,11 @@ def _fused_shape(checkpoint: Checkpoint, packed: str, block_scale: str) -> tuple
             f"{list(info.shape)} with scales {list(scales.shape)}"
         )
     experts, first, second = info.shape
+    if scales.shape[0] != experts:
+        raise InputError(
+            f"{checkpoint.file_of(packed)}: {packed} has {experts} experts, {block_scale} has "
+            f"{scales.shape[0]}"
+        )
     if first != scales.shape[1] and second == scales.shape[2]:
         return experts, second, first * 2
     return experts, first, second * 2

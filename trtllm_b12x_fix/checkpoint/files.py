@@ -126,16 +126,34 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
         return _from_shards(path, path.parent, [path])
     folder = path if path.is_dir() else path.parent
-    indexes = [path] if path.is_file() else sorted(folder.glob(f"*{_INDEX_SUFFIX}"))
+    indexes = [path] if path.is_file() else _regular(folder, f"*{_INDEX_SUFFIX}")
     if len(indexes) > 1:
         names = ", ".join(index.name for index in indexes)
         raise InputError(f"{path}: several indexes ({names}): name one of them")
     if indexes:
         return _from_index(path, folder, indexes[0])
-    shards = sorted(folder.glob("*.safetensors"))
+    shards = _regular(folder, "*.safetensors")
     if not shards:
         raise InputError(f"{path}: {_why_empty(folder)}")
     return _from_shards(path, folder, shards)
+
+
+def _regular(folder: Path, pattern: str) -> list[Path]:
+    """Files by name, in order; what is no file (a folder, a broken link) fails when opened.
+
+    Raises:
+        InputError: the folder cannot be read, or a pipe or device bears such a name: opening one
+            could block forever.
+    """
+    try:
+        names = sorted(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
+    found = [name for name in names if name.match(pattern)]
+    for name in found:
+        if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
+            raise InputError(f"{name}: not a regular file")
+    return found
 
 
 def _why_empty(folder: Path) -> str:
@@ -165,8 +183,10 @@ def _from_index(path: Path, folder: Path, index: Path) -> Checkpoint:
     files: dict[str, Path] = {}
     missing: dict[str, str] = {}
     findings: list[Finding] = []
-    for name in sorted(set(weight_map.values())):
-        wanted = [tensor for tensor, shard in weight_map.items() if shard == name]
+    by_shard: dict[str, list[str]] = {}
+    for tensor, name in weight_map.items():
+        by_shard.setdefault(name, []).append(tensor)
+    for name, wanted in sorted(by_shard.items()):
         shard = folder / name
         if not os.path.isfile(shard):
             missing |= dict.fromkeys(wanted, name)

@@ -89,6 +89,7 @@ def load(request: Request) -> Loaded:
             before = experts
             routing, experts, routed = route(x)
             if experts != before:
+                del loaded  # two sets of experts must never be held at once
                 loaded = _load(checkpoint, entry, experts, activation)
     subject = _subject(loaded.layer, x, routing, f"{inputs}; {routed}")
     subject = replace(subject, model_experts=entry.experts)
@@ -112,7 +113,9 @@ def _fit_intermediate(layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Ten
     halvings = 0
     while halvings < 20 and intermediate_amax(layer, x[:few], probe) > limit:
         x, halvings = x / 2, halvings + 1
-    return x, f", / 2^{halvings} so that FC2's input fits its own scale" if halvings else ""
+    if not halvings:
+        return x, ""
+    return x, f", / 2^{halvings} so that FC2's input fits its scale for the first {few} tokens"
 
 
 def _require_sizes(checkpoint: Checkpoint, entry: LayerEntry) -> None:
@@ -182,7 +185,7 @@ def _inputs(
 
 
 def _recorded(where: str, tokens: int) -> tuple[Tensor, str]:
-    path, _, tensor = where.partition(".safetensors")
+    path, _, tensor = where.rpartition(".safetensors")
     source = open_checkpoint(Path(f"{path}.safetensors"))
     name = tensor.removeprefix(":") or next((n for n in RECORDED_NAMES if source.has(n)), "")
     if not name:
@@ -242,7 +245,13 @@ def _router(
         return None, "the file has no router"
     if len(pool) < entry.experts:
         return None, "a sample of experts was asked for"
+    if unknown := config.unknown_routing():
+        return None, unknown
+    if checkpoint.has(base + conventions.ROUTER_PLAIN_BIAS):
+        return None, "the router has a plain bias, which is not emulated"
     weight = checkpoint.get(name)
+    if weight.is_floating_point() and weight.dtype.itemsize == 1:
+        return None, "the router itself is quantized"
     if not weight.is_floating_point() or weight.dim() != 2 or weight.shape[0] != entry.experts:
         raise InputError(
             f"{checkpoint.file_of(name)}: {name} must be floating [{entry.experts}, hidden], got "
