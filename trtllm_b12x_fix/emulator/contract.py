@@ -2,8 +2,9 @@
 
 A :class:`KernelContract` is plain data. :func:`contract_for` answers for a version number on a
 laptop without FlashInfer; ``integrations.flashinfer.installed_contract`` builds the same record
-from features of the installed package. Figures were read from ``moe_dispatch.py`` of each wheel
-and are tested against the real dispatch run on a CPU (tests/flashinfer/bands.json).
+from features of the installed package. 0.6.16, 0.6.18, 0.7.2 and 0.7.4 are tested against their
+real dispatch run on a CPU (tests/flashinfer/bands.json); 0.6.17, 0.7.0 and 0.7.1 were only compared
+by the features of their wheels' files, which is what ``read_contract`` looks at.
 """
 
 from __future__ import annotations
