@@ -26,8 +26,9 @@ from trtllm_b12x_fix import cli
 from trtllm_b12x_fix.checkpoint import embedded
 from trtllm_b12x_fix.checkpoint.assemble import LoadedLayer, load_experts
 from trtllm_b12x_fix.checkpoint.conventions import Dialect
-from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Stack, Storage, discover
+from trtllm_b12x_fix.checkpoint.discovery import discover
 from trtllm_b12x_fix.checkpoint.files import open_checkpoint
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Stack, Storage
 from trtllm_b12x_fix.layer import Activation
 from trtllm_b12x_fix.layer_check.from_checkpoint import Request, load
 
@@ -93,7 +94,7 @@ def result(path: Path, layer: object, *more: object) -> dict[str, Any]:
 
 def read(path: Path, layer: int, family: str) -> tuple[LayerEntry, LoadedLayer]:
     checkpoint = open_checkpoint(path)
-    (entry,) = [e for e in discover(checkpoint) if e.number == layer]
+    (entry,) = [e for e in discover(checkpoint).usable if e.number == layer]
     loaded = load_experts(checkpoint, entry, range(EXPERTS), activation_of(family), "")
     return entry, loaded
 
@@ -109,7 +110,7 @@ def same_layer(one: LoadedLayer, two: LoadedLayer) -> bool:
 
 def test_the_layers_are_found(family, export):
     hidden, intermediate, _ = SIZES[family]
-    found = discover(open_checkpoint(export.folder))
+    found = discover(open_checkpoint(export.folder)).usable
     assert [entry.number for entry in found] == list(FAMILIES[family].moe_layers)
     for entry in found:
         assert entry.prefix == FAMILIES[family].exported.format(entry.number)
@@ -472,7 +473,7 @@ def test_fused_experts(family, export, tmp_path, turned, scalar):
 
 
 def test_the_embedded_layer_is_a_checkpoint_too():
-    (entry,) = discover(open_checkpoint(embedded.PATH))
+    (entry,) = discover(open_checkpoint(embedded.PATH)).usable
     document = check_layer(embedded.PATH, entry.prefix, "--top-k", "2")
     assert document["verdict"] == "good"
     assert document["findings"] == []

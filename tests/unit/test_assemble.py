@@ -21,8 +21,8 @@ from torch import Tensor
 
 from trtllm_b12x_fix.checkpoint.assemble import load_experts
 from trtllm_b12x_fix.checkpoint.conventions import SPLIT_NAMES, Dialect, ProjectionNames
-from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Stack, Storage
 from trtllm_b12x_fix.checkpoint.findings import Severity
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Stack, Storage
 from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
 from trtllm_b12x_fix.errors import B12xFixError, InputError, ScaleError, ShapeError
 from trtllm_b12x_fix.formats.e4m3 import NAN_BYTES

@@ -6,12 +6,14 @@ folder, or memory that a header asked for.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.checkpoints import QWEN, entry, experts, raw, router, save, write_index
+from trtllm_b12x_fix.checkpoint import files
 from trtllm_b12x_fix.checkpoint.assemble import load_experts
 from trtllm_b12x_fix.checkpoint.discovery import discover
 from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
@@ -132,6 +135,24 @@ def test_a_path_that_is_not_there_is_named(tmp_path, name):
     refused(tmp_path / name, "no such file or folder")
 
 
+def test_a_folder_that_may_not_be_read_is_not_called_missing(tmp_path, monkeypatch):
+    """Root may read anything, so the system's answer is stood in for."""
+
+    def forbidden(path, **_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "stat", forbidden)
+        with pytest.raises(InputError, match="cannot be read: Permission denied"):
+            open_checkpoint(tmp_path)
+
+
+def test_an_index_whose_tensor_name_is_not_text_is_refused(tmp_path):
+    save(tmp_path, tensors())
+    write_index(tmp_path, {"half\ud800": "model.safetensors"})
+    refused(tmp_path, INDEX, "is not text")
+
+
 def test_what_is_neither_file_nor_folder_is_not_opened(tmp_path):
     """Opening a pipe would wait for ever; its folder's files were not asked for."""
     save(tmp_path, tensors())
@@ -227,7 +248,7 @@ def test_a_layer_with_a_part_missing_is_listed_as_not_there(tmp_path):
         folder = tmp_path / lost
         save(folder, {n: t for n, t in tensors().items() if n != lost})
         write_index(folder, dict.fromkeys(tensors(), "model.safetensors") | {lost: "gone.x"})
-        (found,) = discover(open_checkpoint(folder))
+        (found,) = discover(open_checkpoint(folder)).usable
         assert not found.present
         assert (found.experts, found.hidden, found.intermediate) == (4, 64, 32)
 
@@ -395,6 +416,30 @@ def test_a_config_value_that_makes_no_sense_is_named(tmp_path, key, value):
     assert key in str(error.value) or known.get(key, "groups") in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "hidden_act", "n_group", "num_experts"])
+@pytest.mark.parametrize("value", [10**4000, -(10**4000), "x" * 100_000])
+def test_a_huge_config_value_does_not_fill_the_terminal(tmp_path, key, value):
+    save(tmp_path, tensors(), config=CONFIG | {key: value})
+    try:
+        said = "".join(finding.message for finding in load(request(tmp_path)).findings)
+    except InputError as error:
+        said = str(error)
+    else:
+        assert key == "num_experts"
+    assert len(said) < 400
+
+
+@pytest.mark.parametrize("key", ["swiglu_limit", "swiglu_alpha", "swiglu_beta"])
+def test_a_swiglu_of_its_own_is_refused_unless_the_activation_is_given(tmp_path, key):
+    save(tmp_path, tensors(), config=CONFIG | {key: 7.0})
+    with pytest.raises(InputError, match=f"config.json: {key} 7.0.*not emulated"):
+        load(request(tmp_path))
+    silu = replace(request(tmp_path), activation=Activation.SILU)
+    assert [f.code for f in load(silu).findings] == ["swiglu-not-emulated"]
+    save(tmp_path, tensors(), config=CONFIG | {key: None})
+    assert load(request(tmp_path)).findings == ()
+
+
 @pytest.mark.parametrize("section", [None, [], "text", 3, {}])
 def test_a_text_section_that_is_none_is_not_looked_into(tmp_path, section):
     save(tmp_path, tensors(), config=CONFIG | {"text_config": section})
@@ -440,7 +485,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def use(folder: Path) -> None:
     """All that check-layer does before it computes."""
     checkpoint = open_checkpoint(folder)
-    for layer in discover(checkpoint):
+    for layer in discover(checkpoint).usable:
         activation = Activation.SILU if layer.is_gated else Activation.RELU2
         load_experts(checkpoint, layer, range(layer.experts), activation, "")
     load(Request(folder, "0", tokens=2, seed=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import EXPERTS, GATED, HIDDEN, INTERMEDIATE, QWEN, UNGATED, experts, save
+from trtllm_b12x_fix import cli
 from trtllm_b12x_fix.checkpoint.assemble import load_experts
-from trtllm_b12x_fix.checkpoint.discovery import (
+from trtllm_b12x_fix.checkpoint.discovery import discover
+from trtllm_b12x_fix.checkpoint.files import open_checkpoint
+from trtllm_b12x_fix.checkpoint.layers import (
     LayerEntry,
+    Layers,
     Stack,
     Storage,
+    UnusableLayer,
     choose,
-    discover,
 )
-from trtllm_b12x_fix.checkpoint.files import open_checkpoint
 from trtllm_b12x_fix.errors import InputError, ShapeError
 from trtllm_b12x_fix.layer import Activation
 from trtllm_b12x_fix.report import listing
@@ -46,7 +50,20 @@ FAMILIES = [
 
 
 def found(folder: Path, tensors: dict[str, torch.Tensor]) -> list[LayerEntry]:
-    return discover(open_checkpoint(save(folder, tensors)))
+    layers = discover(open_checkpoint(save(folder, tensors)))
+    assert not layers.unusable
+    return layers.usable
+
+
+def refused(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """Why the checkpoint's only layer cannot be checked; choosing it says the same."""
+    layers = discover(open_checkpoint(save(folder, tensors)))
+    assert (layers.usable, len(layers.unusable)) == ([], 1)
+    unusable = layers.unusable[0]
+    with pytest.raises(InputError) as error:
+        choose(layers, unusable.prefix, "name")
+    assert str(error.value) == unusable.reason
+    return unusable.reason
 
 
 @pytest.mark.parametrize(("prefix", "names", "number", "stack"), FAMILIES)
@@ -139,8 +156,8 @@ def test_one_expert_in_nvfp4_among_others_is_an_error(tmp_path):
     tensors = experts(QWEN.format(0))
     for name in GATED:
         tensors[f"{QWEN.format(0)}.0.{name}.weight"] = torch.zeros(4, 4)
-    with pytest.raises(InputError, match=r"experts\.0\.up_proj has no NVFP4 weight.*expert 1 has"):
-        found(tmp_path, tensors)
+    text = refused(tmp_path, tensors)
+    assert re.search(r"experts\.0\.\w+_proj is not NVFP4, but .*experts\.[123]\.\w+_proj is", text)
 
 
 # ---- incomplete
@@ -148,36 +165,32 @@ def test_one_expert_in_nvfp4_among_others_is_an_error(tmp_path):
 
 def test_a_missing_expert_is_named(tmp_path):
     tensors = {n: t for n, t in experts(QWEN.format(3)).items() if ".experts.2." not in n}
-    with pytest.raises(InputError) as error:
-        found(tmp_path, tensors)
+    reason = refused(tmp_path, tensors)
     for text in (tmp_path.name, QWEN.format(3), "expert 2 is missing", "expert 3 is there"):
-        assert text in str(error.value)
+        assert text in reason
 
 
 @pytest.mark.parametrize("name", GATED)
 def test_a_missing_projection_is_named(tmp_path, name):
     lost = f"{QWEN.format(3)}.1.{name}"
     tensors = {n: t for n, t in experts(QWEN.format(3)).items() if not n.startswith(f"{lost}.")}
-    with pytest.raises(InputError) as error:
-        found(tmp_path, tensors)
+    reason = refused(tmp_path, tensors)
     for text in (tmp_path.name, f"{QWEN.format(3)}.1", f"{name} is missing"):
-        assert text in str(error.value)
+        assert text in reason
 
 
 def test_a_layer_without_any_down_projection_is_named(tmp_path):
     tensors = {n: t for n, t in experts(QWEN.format(3)).items() if "down_proj" not in n}
-    with pytest.raises(InputError, match=rf"{QWEN.format(3)}\.0: down_proj is missing"):
-        found(tmp_path, tensors)
+    assert f"{QWEN.format(3)}.0: down_proj is missing" in refused(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("shape", [(32,), (0, 32), (32, 0), (2, 16, 16), ()])
 def test_codes_that_are_no_matrix_are_named(tmp_path, shape):
     name = f"{QWEN.format(0)}.0.up_proj.weight"
     tensors = experts(QWEN.format(0)) | {name: torch.zeros(shape, dtype=torch.uint8)}
-    with pytest.raises(InputError) as error:
-        found(tmp_path, tensors)
+    reason = refused(tmp_path, tensors)
     for text in ("model.safetensors", name, str(list(shape))):
-        assert text in str(error.value)
+        assert text in reason
 
 
 def test_fused_experts_without_a_down_projection_are_named(tmp_path):
@@ -186,18 +199,17 @@ def test_fused_experts_without_a_down_projection_are_named(tmp_path):
         base: torch.zeros(2, 64, 32, dtype=torch.uint8),
         f"{base}_weight_scale": torch.zeros(2, 64, 4).to(torch.float8_e4m3fn),
     }
-    with pytest.raises(InputError, match="down_proj is missing"):
-        found(tmp_path, tensors)
+    assert "down_proj is missing" in refused(tmp_path, tensors)
 
 
 # ---- choosing
 
 
-def entries(*prefixes: str, folder: Path) -> list[LayerEntry]:
+def entries(*prefixes: str, folder: Path) -> Layers:
     tensors = {}
     for prefix in prefixes:
         tensors |= experts(prefix, count=1, hidden=16, intermediate=16)
-    return found(folder, tensors)
+    return Layers(found(folder, tensors), [])
 
 
 @pytest.mark.parametrize(
@@ -269,7 +281,7 @@ def test_many_layers_are_not_all_listed(tmp_path):
 
 def test_nothing_to_choose_from():
     with pytest.raises(InputError, match=r"name: no NVFP4 mixture-of-experts layer"):
-        choose([], "0", "name")
+        choose(Layers([], []), "0", "name")
 
 
 # ---- the list
@@ -304,7 +316,7 @@ def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(tmp_path):
 
 def test_an_empty_list_says_so(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path, {"a": torch.zeros(1)}))
-    assert f"{tmp_path.name}: no NVFP4" in listing.render([], checkpoint)
+    assert f"{tmp_path.name}: no NVFP4" in listing.render(Layers([], []), checkpoint)
 
 
 def test_mxfp4_experts_are_not_nvfp4(tmp_path):
@@ -316,7 +328,7 @@ def test_mxfp4_experts_are_not_nvfp4(tmp_path):
             tensors[f"{base}.weight"] = torch.zeros(64, 32, dtype=torch.uint8)
             tensors[f"{base}.weight_scale"] = torch.zeros(64, 2, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert discover(open_checkpoint(tmp_path)) == []
+    assert discover(open_checkpoint(tmp_path)) == Layers([], [])
 
 
 def fused(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -334,7 +346,7 @@ def fused(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_a_fused_layer_as_it_should_be(tmp_path):
     save_file(fused(), tmp_path / "model.safetensors")
-    (entry,) = discover(open_checkpoint(tmp_path))
+    (entry,) = discover(open_checkpoint(tmp_path)).usable
     assert (entry.experts, entry.hidden, entry.intermediate, entry.is_gated) == (4, 64, 32, True)
 
 
@@ -345,9 +357,7 @@ def test_fused_gate_and_up_as_two_tensors_are_refused_not_taken_for_relu2(tmp_pa
         half = tensors.pop(f"{base}.gate_up_proj{suffix}")
         tensors[f"{base}.gate_proj{suffix}"] = half.clone()
         tensors[f"{base}.up_proj{suffix}"] = half.clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match="gate_proj and up_proj as two fused tensors"):
-        discover(open_checkpoint(tmp_path))
+    assert "gate_proj and up_proj as two fused tensors" in refused(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("entries", [2, 6, 8])
@@ -356,13 +366,121 @@ def test_fused_scales_of_another_length_are_refused(tmp_path, entries, name):
     scale = torch.full((entries,), 0.01)
     save_file(fused(**{f"gate_up_proj_{name}": scale}), tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    (entry,) = discover(checkpoint)
+    (entry,) = discover(checkpoint).usable
     with pytest.raises(ShapeError, match=f"gate_up_proj_{name} must have one entry"):
         load_experts(checkpoint, entry, range(4), Activation.SILU, "")
 
 
 def test_fused_scales_of_more_experts_are_refused(tmp_path):
     scales = torch.full((8, 64, 4), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    save_file(fused(gate_up_proj_weight_scale=scales), tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"4 experts, .* has 8"):
-        discover(open_checkpoint(tmp_path))
+    reason = refused(tmp_path, fused(gate_up_proj_weight_scale=scales))
+    assert re.search(r"4 experts, .* has 8", reason)
+
+
+# ---- what cannot be checked is listed, and stands in nobody's way
+
+
+def test_fused_gate_and_up_of_an_odd_number_of_rows(tmp_path):
+    tensors = fused(
+        gate_up_proj=torch.full((4, 63, 32), 0x11, dtype=torch.uint8),
+        gate_up_proj_weight_scale=torch.ones(4, 63, 4).to(torch.float8_e4m3fn),
+    )
+    assert "has 63 rows" in refused(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("plain", GATED)
+def test_one_projection_in_bf16_makes_the_layer_no_fused_kernels(tmp_path, plain, scaled):
+    tensors = experts(QWEN.format(0))
+    for expert in range(EXPERTS):
+        base = f"{QWEN.format(0)}.{expert}.{plain}"
+        tensors[f"{base}.weight"] = torch.zeros(8, 8, dtype=torch.bfloat16)
+        if not scaled:
+            del tensors[f"{base}.weight_scale"]
+    words = "is not NVFP4" if scaled else "no NVFP4 weight at"
+    reason = refused(tmp_path, tensors)
+    assert words in reason
+    assert f"experts.0.{plain}" in reason
+
+
+def test_an_expert_spelled_with_a_leading_zero_is_no_other_expert(tmp_path):
+    prefix = QWEN.format(0)
+    twin = {n.replace(f"{prefix}.1.", f"{prefix}.01."): t for n, t in experts(prefix).items()}
+    assert f"{prefix}.01: " in refused(tmp_path, experts(prefix) | twin)
+
+
+def test_gate_and_up_fused_expert_by_expert_are_named(tmp_path):
+    prefix = QWEN.format(0)
+    tensors = {
+        n.replace("gate_proj", "gate_up_proj"): t
+        for n, t in experts(prefix).items()
+        if ".up_proj" not in n
+    }
+    assert "gate_up_proj of single experts is not read here" in refused(tmp_path, tensors)
+
+
+@pytest.mark.parametrize(
+    "bias", ["0.up_proj.bias", "3.down_proj.bias", "up_proj_bias", "gate_up_proj_bias"]
+)
+def test_experts_with_a_bias_are_not_what_b12x_computes(tmp_path, bias):
+    name = f"{QWEN.format(0)}.{bias}"
+    reason = refused(tmp_path, experts(QWEN.format(0)) | {name: torch.zeros(32)})
+    for text in ("model.safetensors", name, "biases"):
+        assert text in reason
+
+
+def test_biases_of_experts_in_bf16_are_nobodys_concern(tmp_path):
+    plain = {f"{QWEN.format(0)}.0.{n}.weight": torch.zeros(4, 4) for n in GATED}
+    assert found(tmp_path, plain | {f"{QWEN.format(0)}.0.up_proj.bias": torch.zeros(4)}) == []
+
+
+def half_broken(folder: Path) -> Path:
+    """Layer 0 sound, layer 1 without one matrix."""
+    tensors = experts(QWEN.format(0)) | experts(QWEN.format(1))
+    lost = f"{QWEN.format(1)}.1.up_proj."
+    sound = {n: t for n, t in tensors.items() if not n.startswith(lost)}
+    return save(folder, sound, config={"num_experts_per_tok": 2})
+
+
+def test_one_broken_layer_does_not_stop_the_others(tmp_path):
+    layers = discover(open_checkpoint(half_broken(tmp_path)))
+    assert [entry.number for entry in layers.usable] == [0]
+    assert choose(layers, "0", "name").number == 0
+    with pytest.raises(InputError, match="up_proj is missing"):
+        choose(layers, "1", "name")
+    (unusable,) = layers.unusable
+    assert (unusable.number, unusable.stack) == (1, Stack.MODEL)
+    assert isinstance(unusable, UnusableLayer)
+
+
+def test_a_broken_layer_is_a_finding_of_the_list(tmp_path, capsys):
+    assert cli.main(["check-layer", "--checkpoint", str(half_broken(tmp_path)), "--list"]) == 1
+    text = capsys.readouterr().out
+    assert text.splitlines()[2].split()[0] == "0"
+    assert f"{QWEN.format(1)} cannot be checked" in text
+    arguments = ["check-layer", "--checkpoint", str(tmp_path), "--list", "--json", "-"]
+    assert cli.main(arguments) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verdict"], len(document["layers"])) == ("finding", 1)
+    (finding,) = document["findings"]
+    assert (finding["code"], finding["layer"]) == ("layer-cannot-be-checked", QWEN.format(1))
+
+
+def test_a_list_without_findings_ends_well(tmp_path, capsys):
+    folder = save(tmp_path, experts(QWEN.format(0)))
+    assert cli.main(["check-layer", "--checkpoint", str(folder), "--list"]) == 0
+    assert "cannot be checked" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mark", ["eh_proj.weight", None])
+def test_a_predictor_in_the_models_own_stack_is_told_by_its_projection(tmp_path, mark):
+    """DeepSeek's layer 61: one more block, with a tensor that joins embedding and hidden state."""
+    tensors = experts(QWEN.format(3)) | experts(DEEPSEEK_MTP)
+    if mark:
+        tensors[f"model.layers.61.{mark}"] = torch.zeros(4, 8)
+    entries = found(tmp_path, tensors)
+    assert [(e.number, e.stack) for e in entries] == [
+        (3, Stack.MODEL),
+        (61, Stack.SIDE if mark else Stack.MODEL),
+    ]
+    assert choose(Layers(entries, []), "61", "name").prefix == DEEPSEEK_MTP

@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,35 @@ def test_what_is_no_json_object_is_refused(tmp_path, header):
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_deep_nesting_is_refused(tmp_path, opening):
     assert "JSON" in refused(tmp_path, raw(opening * 100_000))
+
+
+@pytest.mark.parametrize("filler", [b"[],", b"{},", b"1.5,", b'"ab",'])
+def test_json_that_would_swell_in_memory_is_refused_unparsed(filler):
+    """60 MB of empty lists are 1.8 GB of Python objects."""
+    raw_header = b'{"a": [' + filler * 4_000_001 + b"0]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="no checkpoint needs more than"):
+            parse_object("name", raw_header)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_a_header_of_many_tensors_is_read(tmp_path):
+    """More tensors than any checkpoint has in one file."""
+    tensors = {f"model.layers.0.x.{i}": entry("U8", [1], i, i + 1) for i in range(200_000)}
+    path = write(tmp_path, raw(tensors, bytes(200_000)))
+    assert len(read_header(path)) == 200_000
+
+
+@pytest.mark.parametrize("name", ["\ud800", "layers.\udfff.x"])
+def test_a_name_that_is_not_text_is_refused(tmp_path, name):
+    """JSON can spell half of a surrogate pair."""
+    text = refused(tmp_path, raw({name: entry("U8", [1], 0, 1)}, bytes(1)))
+    assert "is not text" in text
+    text.encode()
 
 
 def test_an_endless_number_is_refused(tmp_path):

@@ -21,8 +21,8 @@ from trtllm_b12x_fix.checkpoint.conventions import (
     read_input_scale,
     read_linear,
 )
-from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Storage
 from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Storage
 from trtllm_b12x_fix.checkpoint.scale_order import looks_swizzled
 from trtllm_b12x_fix.errors import InputError, ShapeError
 from trtllm_b12x_fix.formats.gate_order import GateOrder, reorder

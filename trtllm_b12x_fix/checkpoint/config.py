@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from trtllm_b12x_fix.checkpoint import conventions
-from trtllm_b12x_fix.checkpoint.discovery import LayerEntry
 from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry
 from trtllm_b12x_fix.checkpoint.router import Renormalize, RouterSpec, Scoring
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.layer import Activation
 
 #: Activation names of configs; anything else is not emulated.
 _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
+
+
+def brief(value: object) -> str:
+    """A value of a config for a message, cut where it would fill the terminal."""
+    # Only the start of a long text or number is rendered: repr of a huge integer is slow, too.
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value[:61] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
 class ModelConfig:
@@ -30,8 +39,8 @@ class ModelConfig:
         value = self._values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"config.json: {key} must be a positive integer, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise InputError(f"config.json: {key} must be a positive integer, got {brief(value)}")
         return value
 
     def top_k(self) -> int | None:
@@ -55,7 +64,13 @@ class ModelConfig:
         activation = _ACTIVATIONS.get(str(name).lower())
         if activation is None:
             raise InputError(
-                f"config.json: activation {name!r} is not emulated; b12x serves silu and relu2 here"
+                f"config.json: activation {brief(name)} is not emulated; b12x serves silu and "
+                "relu2 here"
+            )
+        if changed := self._changed_swiglu(entry):
+            raise InputError(
+                f"config.json: {changed}: a SwiGLU of this model's own, which is not emulated; "
+                "--activations silu checks the layer without it"
             )
         if activation.is_gated != entry.is_gated:
             raise InputError(
@@ -64,12 +79,19 @@ class ModelConfig:
             )
         return activation
 
+    def _changed_swiglu(self, entry: LayerEntry) -> str:
+        """The config key that makes this gated layer's SwiGLU another function, or nothing."""
+        if not entry.is_gated:
+            return ""
+        present = (key for key in conventions.SWIGLU_KEYS if self._values.get(key) is not None)
+        return next((f"{key} {brief(self._values[key])}" for key in present), "")
+
     def activation_name(self, entry: LayerEntry) -> str:
         """The layer's activation in words, for lists: one that cannot be checked says so."""
         try:
             return self.activation(entry).value
         except InputError:
-            return f"{self._first(conventions.ACTIVATION_KEYS)} (cannot be checked)"
+            return f"{brief(self._first(conventions.ACTIVATION_KEYS))} (cannot be checked)"
 
     def unknown_routing(self) -> str:
         """Why this model's router is not emulated, empty where it is."""
@@ -93,7 +115,9 @@ class ModelConfig:
         """
         renormalize = self._values.get("norm_topk_prob")
         if renormalize is not None and not isinstance(renormalize, bool):
-            raise InputError(f"config.json: norm_topk_prob must be true or false: {renormalize!r}")
+            raise InputError(
+                f"config.json: norm_topk_prob must be true or false: {brief(renormalize)}"
+            )
         return RouterSpec(
             top_k=top_k,
             scoring=self._scoring(corrected),
@@ -111,7 +135,8 @@ class ModelConfig:
         # JSON as Python reads it has NaN, Infinity and integers beyond any float.
         if not number or not 0 < scaling < 2**64:
             raise InputError(
-                f"config.json: routed_scaling_factor must be a positive number, got {scaling!r}"
+                f"config.json: routed_scaling_factor must be a positive number, got "
+                f"{brief(scaling)}"
             )
         return float(scaling)
 
@@ -122,8 +147,8 @@ class ModelConfig:
                 return Scoring(named)
             except ValueError as error:
                 raise InputError(
-                    f"config.json: scoring_func {named!r} is not known; --experts A-B checks a "
-                    "sample of experts with random routing"
+                    f"config.json: scoring_func {brief(named)} is not known; --experts A-B checks "
+                    "a sample of experts with random routing"
                 ) from error
         sigmoid = corrected or self._values.get("model_type") in conventions.SIGMOID_MODEL_TYPES
         return Scoring.SIGMOID if sigmoid else Scoring.SOFTMAX
@@ -136,6 +161,17 @@ class ModelConfig:
             ("hidden size", (conventions.HIDDEN_KEY,), entry.hidden),
         )
         findings = []
+        if changed := self._changed_swiglu(entry):
+            findings.append(
+                Finding(
+                    Severity.NOTE,
+                    "swiglu-not-emulated",
+                    f"has {changed}, which changes the activation; the check leaves it out, as "
+                    "asked with --activations",
+                    file="config.json",
+                    layer=entry.prefix,
+                )
+            )
         for what, keys, actual in claims:
             claimed = self._first(keys)
             if isinstance(claimed, int) and claimed != actual:
@@ -143,7 +179,7 @@ class ModelConfig:
                     Finding(
                         Severity.NOTE,
                         "config-contradicts-tensors",
-                        f"says {what} {claimed}, the experts' tensors have {actual}; "
+                        f"says {what} {brief(claimed)}, the experts' tensors have {actual}; "
                         "the tensors count (a latent MoE works at a smaller size)",
                         file="config.json",
                         layer=entry.prefix,

@@ -99,14 +99,21 @@ FUSED_DOWN = "down_proj"
 
 #: ``...experts.E.NAME`` of a split expert matrix, without the tensor's suffix.
 SPLIT_EXPERT = re.compile(
-    r"^(?P<layer>.*?\bexperts)\.(?P<expert>\d{1,6})\.(?P<matrix>gate_proj|up_proj|down_proj|w[123])"
-    r"\.(?:weight|weight_packed)$"
+    r"^(?P<layer>.*?\bexperts)\.(?P<expert>\d{1,6})\."
+    r"(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj|w[123])\.(?:weight|weight_packed)$"
 )
 #: ``...experts.NAME`` of a fused one.
 FUSED_EXPERT = re.compile(
     r"^(?P<layer>.*?\bexperts)\.(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj)"
     r"(?:\.weight|\.weight_packed|_packed)?$"
 )
+#: A bias of experts, split (``experts.E.NAME.bias``) or fused (``experts.NAME_bias``).
+EXPERT_BIAS = re.compile(
+    r"^(?P<layer>.*?\bexperts)\.(?:\d{1,6}\.)?"
+    r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w[123])[._]bias$"
+)
+#: A tensor that only a block of multi-token prediction has: it joins embedding and hidden state.
+PREDICTOR_MARK = re.compile(r"^(?P<block>.*?\blayers\.\d{1,6}\.)eh_proj\.weight$")
 #: Header dtypes of a ``weight`` that was never packed to FP4; an FP8 one has a weight_scale too.
 UNPACKED_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
 #: MXFP4: an E8M0 byte for 32 codes.
@@ -133,6 +140,8 @@ KNOWN_TOPK_METHODS = ("noaux_tc",)
 #: Config keys, tried in order; a vision-language model keeps them one level down.
 CONFIG_SECTIONS = ("text_config", "llm_config", "language_config")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k")
+#: Config keys that change SwiGLU itself (gpt-oss clamps and scales it): not what b12x computes.
+SWIGLU_KEYS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 ACTIVATION_KEYS = ("mlp_hidden_act", "moe_hidden_act", "hidden_act", "hidden_activation")
 SIGMOID_MODEL_TYPES = ("nemotron_h", "deepseek_v3", "glm4_moe", "kimi_k2", "dots1")
 HIDDEN_KEY, INTERMEDIATE_KEYS = "hidden_size", ("moe_intermediate_size", "intermediate_size")
@@ -161,12 +170,9 @@ class Spelling:
     input_global: str
 
 
-def detect(source: TensorSource, matrix: str) -> Spelling:
-    """How the matrix named ``matrix`` is spelled.
-
-    Raises:
-        InputError: no dialect's codes and block scales are there.
-    """
+def spelling_of(source: TensorSource, matrix: str) -> Spelling | None:
+    """How the matrix named ``matrix`` is spelled, ``None`` where no dialect's codes and block
+    scales are there."""
     for dialect, suffixes in _SPELLINGS:
         packed, block_scale = matrix + suffixes.packed, matrix + suffixes.block_scale
         # ModelOpt's ".weight" alone could be an unquantized matrix: its scale must be there too.
@@ -178,6 +184,17 @@ def detect(source: TensorSource, matrix: str) -> Spelling:
                 matrix + suffixes.weight_global,
                 matrix + suffixes.input_global,
             )
+    return None
+
+
+def detect(source: TensorSource, matrix: str) -> Spelling:
+    """How the matrix named ``matrix`` is spelled.
+
+    Raises:
+        InputError: no dialect's codes and block scales are there.
+    """
+    if spelling := spelling_of(source, matrix):
+        return spelling
     looked = " or ".join(
         f"{matrix}{suffixes.packed} with {matrix}{suffixes.block_scale}"
         for _, suffixes in _SPELLINGS[:2]
@@ -196,8 +213,9 @@ def read_linear(source: TensorSource, matrix: str) -> QuantizedLinear:
     """
     spelling = detect(source, matrix)
     packed = _codes(source, spelling.packed, _get(source, spelling.packed))
-    scales = _block_scale(source, spelling.block_scale, _get(source, spelling.block_scale))
+    scales = _get(source, spelling.block_scale)
     _belong_together(source, spelling, packed, scales)
+    scales = _block_scale(source, spelling.block_scale, scales)
     return QuantizedLinear(
         packed,
         scales,
@@ -221,8 +239,8 @@ def read_fused(source: TensorSource, matrix: str, expert: int, experts: int) -> 
         # A byte still holds two neighbours of the input dimension: bytes move, nibbles do not.
         packed, scales = packed.t().contiguous(), scales.t().contiguous()
     packed = _codes(source, spelling.packed, packed)
-    scales = _block_scale(source, spelling.block_scale, scales)
     _belong_together(source, spelling, packed, scales)
+    scales = _block_scale(source, spelling.block_scale, scales)
     return QuantizedLinear(
         packed,
         scales,

@@ -2,145 +2,108 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trtllm_b12x_fix.checkpoint import conventions
-from trtllm_b12x_fix.checkpoint.conventions import Dialect, ProjectionNames, Spelling, detect
+from trtllm_b12x_fix.checkpoint.conventions import ProjectionNames, Spelling, detect
 from trtllm_b12x_fix.checkpoint.files import Checkpoint
 from trtllm_b12x_fix.checkpoint.header import TensorInfo
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Layers, Stack, Storage, UnusableLayer
 from trtllm_b12x_fix.errors import InputError
 
 
-class Storage(enum.Enum):
-    """How experts are stored."""
+@dataclass
+class _Seen:
+    """Names below one ``experts`` prefix."""
 
-    SPLIT = "split"  # one linear per expert and projection
-    FUSED = "fused"  # one tensor per projection, experts first
-
-
-class Stack(enum.Enum):
-    """Which stack of blocks a layer belongs to."""
-
-    MODEL = "model"
-    SIDE = "side"  # multi-token prediction, vision tower, draft model
+    split: dict[str, set[str]] = field(default_factory=dict)  # expert as spelled -> matrices
+    fused: set[str] = field(default_factory=set)
+    biases: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class LayerEntry:
-    """One mixture-of-experts layer as stored.
-
-    Attributes:
-        prefix: up to and including ``experts``.
-        number: block number, ``None`` where the prefix has none.
-        names: projection names below the prefix (fused: ``up`` is ``gate_up_proj`` if gated).
-        experts, hidden, intermediate: from the tensors, never from the config.
-        present: whether all of it is in shards that are here.
-    """
-
-    prefix: str
-    number: int | None
-    stack: Stack
-    storage: Storage
-    dialect: Dialect
-    names: ProjectionNames
-    experts: int
-    hidden: int
-    intermediate: int
-    present: bool
-
-    @property
-    def is_gated(self) -> bool:
-        return self.names.gate is not None or self.names.up == conventions.FUSED_GATE_UP
-
-    def matrix(self, expert: int, projection: str) -> str:
-        """Full name of an expert's matrix (split storage)."""
-        return f"{self.prefix}.{expert}.{projection}"
-
-    def fused(self, projection: str) -> str:
-        """Full name of a projection (fused storage)."""
-        return f"{self.prefix}.{projection}"
-
-
-def discover(checkpoint: Checkpoint) -> list[LayerEntry]:
+def discover(checkpoint: Checkpoint) -> Layers:
     """All NVFP4 mixture-of-experts layers, in the order of their block numbers.
 
-    Unquantized layers of experts are left out: there is no block scale to lose.
-
-    Raises:
-        InputError: a layer whose experts are incomplete or whose shapes make no sense.
+    Unquantized layers of experts are left out: there is no block scale to lose. A layer whose
+    experts are incomplete or whose shapes make no sense is listed as unusable, with the reason.
     """
-    split: dict[str, dict[int, set[str]]] = {}
-    fused: dict[str, set[str]] = {}
+    seen: dict[str, _Seen] = {}
+    predictors = set()
     for tensor in checkpoint.names():
         if match := conventions.SPLIT_EXPERT.match(tensor):
-            experts = split.setdefault(match["layer"], {})
-            experts.setdefault(int(match["expert"]), set()).add(match["matrix"])
+            experts = seen.setdefault(match["layer"], _Seen()).split
+            experts.setdefault(match["expert"], set()).add(match["matrix"])
         elif match := conventions.FUSED_EXPERT.match(tensor):
-            fused.setdefault(match["layer"], set()).add(match["matrix"])
-    entries = [_split_entry(checkpoint, prefix, found) for prefix, found in split.items()]
-    entries += [
-        _fused_entry(checkpoint, prefix, found)
-        for prefix, found in fused.items()
-        if prefix not in split
-    ]
-    found_entries = [entry for entry in entries if entry is not None]
-    return sorted(
-        found_entries, key=lambda e: (e.stack.value, e.number if e.number is not None else -1)
-    )
+            seen.setdefault(match["layer"], _Seen()).fused.add(match["matrix"])
+        elif match := conventions.EXPERT_BIAS.match(tensor):
+            seen.setdefault(match["layer"], _Seen()).biases.append(tensor)
+        elif match := conventions.PREDICTOR_MARK.match(tensor):
+            predictors.add(match["block"])
+    usable: list[LayerEntry] = []
+    unusable: list[UnusableLayer] = []
+    for prefix, names in seen.items():
+        stack = _stack(prefix, predictors)
+        try:
+            entry = _entry(checkpoint, prefix, names, stack)
+        except InputError as error:
+            unusable.append(UnusableLayer(prefix, _number(prefix), stack, str(error)))
+        else:
+            usable += [entry] if entry else []
+    return Layers(sorted(usable, key=_place), sorted(unusable, key=_place))
 
 
-def choose(entries: list[LayerEntry], wanted: str, name: str) -> LayerEntry:
-    """The layer a user means by a block number or by (the start of) a prefix.
+def _place(entry: LayerEntry | UnusableLayer) -> tuple[str, int, str]:
+    return entry.stack.value, -1 if entry.number is None else entry.number, entry.prefix
+
+
+def _number(prefix: str) -> int | None:
+    match = conventions.LAYER_NUMBER.search(prefix)
+    return int(match[1]) if match else None
+
+
+def _stack(prefix: str, predictors: set[str]) -> Stack:
+    if conventions.SIDE_STACK.search(prefix):
+        return Stack.SIDE
+    # DeepSeek and GLM store the predictor as one more block of the model's own stack.
+    return Stack.SIDE if any(prefix.startswith(block) for block in predictors) else Stack.MODEL
+
+
+def _entry(checkpoint: Checkpoint, prefix: str, seen: _Seen, stack: Stack) -> LayerEntry | None:
+    """A layer, ``None`` where its experts are not NVFP4.
 
     Raises:
-        InputError: no such layer, or several; the message lists what there is.
+        InputError: it is NVFP4 and cannot be used.
     """
-    if not entries:
-        raise InputError(f"{name}: no NVFP4 mixture-of-experts layer found in it")
-    if wanted.isdecimal():
-        # As text: int() refuses what is longer than 4300 digits.
-        number = wanted.lstrip("0") or "0"
-        same = [entry for entry in entries if str(entry.number) == number]
-        matches = [entry for entry in same if entry.stack is Stack.MODEL] or same
+    if seen.split:
+        entry = _split_entry(checkpoint, prefix, seen.split, stack)
     else:
-        bare = wanted.removesuffix(".").removesuffix(".experts")
-        matches = [e for e in entries if e.prefix in (wanted, f"{bare}.experts")] or [
-            e for e in entries if e.prefix.startswith(f"{bare}.")
-        ]
-    if len(matches) == 1:
-        return matches[0]
-    if not matches:
-        raise InputError(f"{name}: no MoE layer {wanted}; there are {_names(entries)}")
-    raise InputError(f"{name}: {wanted} could be {_names(matches)}: name one")
-
-
-def _names(entries: list[LayerEntry]) -> str:
-    shown = [entry.prefix for entry in entries[:6]]
-    more = f" and {len(entries) - 6} more" if len(entries) > 6 else ""
-    return ", ".join(shown) + more + " (--list shows all)"
+        entry = _fused_entry(checkpoint, prefix, seen.fused, stack)
+    if entry and seen.biases:
+        raise InputError(
+            f"{checkpoint.file_of(seen.biases[0])}: {seen.biases[0]}: experts with biases; the "
+            "b12x kernels take none, so this layer never runs on them as it is"
+        )
+    return entry
 
 
 def _split_entry(
-    checkpoint: Checkpoint, prefix: str, experts: dict[int, set[str]]
+    checkpoint: Checkpoint, prefix: str, spelled: dict[str, set[str]], stack: Stack
 ) -> LayerEntry | None:
-    names = _split_names(checkpoint, prefix, experts)
-    if sorted(experts) != list(range(len(experts))):
-        absent = next(i for i in range(len(experts) + 1) if i not in experts)
-        raise InputError(
-            f"{checkpoint.name}: {prefix}: expert {absent} is missing though expert "
-            f"{max(experts)} is there"
-        )
-    spelling = _nvfp4(checkpoint, f"{prefix}.0.{names.up}")
-    if spelling is None:
-        _refuse_mixture(checkpoint, prefix, experts, names)
+    matrices = [f"{prefix}.{e}.{name}" for e, found in spelled.items() for name in found]
+    quantized = {matrix: _nvfp4(checkpoint, matrix) for matrix in matrices}
+    if not any(quantized.values()):
         return None
+    experts = _expert_numbers(checkpoint, prefix, spelled)
+    names = _split_names(checkpoint, prefix, experts)
+    _require_all_nvfp4(checkpoint, prefix, experts, names, quantized)
+    spelling = quantized[f"{prefix}.0.{names.up}"]
+    assert spelling is not None
     rows, columns = _split_shape(checkpoint, prefix, len(experts), names.up)
     return LayerEntry(
         prefix,
         _number(prefix),
-        _stack(prefix),
+        stack,
         Storage.SPLIT,
         spelling.dialect,
         names,
@@ -151,30 +114,34 @@ def _split_entry(
     )
 
 
-def _nvfp4(checkpoint: Checkpoint, matrix: str) -> Spelling | None:
-    """How a matrix is spelled, ``None`` where it is not NVFP4.
-
-    FP8 linears have a ``weight`` and a ``weight_scale`` too: only codes of one byte's two are ours.
-    MXFP4 has such codes, but a scale for 32 of them.
-    """
-    try:
-        spelling = detect(checkpoint, matrix)
-    except InputError:
-        return None
-    info, scales = (_info(checkpoint, name) for name in (spelling.packed, spelling.block_scale))
-    if info is not None and info.dtype in conventions.UNPACKED_DTYPES:
-        return None
-    if info and scales and scales.dtype in conventions.MX_SCALE_DTYPES:
-        codes = 2 * math.prod(info.shape)
-        if codes == conventions.MX_BLOCK * math.prod(scales.shape):
-            return None
-    return spelling
+def _expert_numbers(
+    checkpoint: Checkpoint, prefix: str, spelled: dict[str, set[str]]
+) -> dict[int, set[str]]:
+    for name in spelled:
+        if name != str(int(name)):
+            raise InputError(
+                f"{checkpoint.name}: {prefix}.{name}: an expert's number with a leading zero; "
+                "loaders look for none"
+            )
+    experts = {int(name): found for name, found in spelled.items()}
+    if sorted(experts) != list(range(len(experts))):
+        absent = next(i for i in range(len(experts) + 1) if i not in experts)
+        raise InputError(
+            f"{checkpoint.name}: {prefix}: expert {absent} is missing though expert "
+            f"{max(experts)} is there"
+        )
+    return experts
 
 
 def _split_names(
     checkpoint: Checkpoint, prefix: str, experts: dict[int, set[str]]
 ) -> ProjectionNames:
     seen = set().union(*experts.values())
+    if conventions.FUSED_GATE_UP in seen:
+        raise InputError(
+            f"{checkpoint.name}: {prefix}: {conventions.FUSED_GATE_UP} of single experts is not "
+            "read here; gate_proj and up_proj are, or one tensor for all experts"
+        )
     for names in conventions.SPLIT_NAMES:
         if {names.up, names.down} & seen:
             gate = names.gate if names.gate in seen else None
@@ -189,26 +156,54 @@ def _split_names(
     raise InputError(f"{checkpoint.name}: {prefix}: only {sorted(seen)} found, no up and down")
 
 
-def _refuse_mixture(
-    checkpoint: Checkpoint, prefix: str, experts: dict[int, set[str]], names: ProjectionNames
+def _require_all_nvfp4(
+    checkpoint: Checkpoint,
+    prefix: str,
+    experts: dict[int, set[str]],
+    names: ProjectionNames,
+    quantized: dict[str, Spelling | None],
 ) -> None:
-    """Expert 0 is not NVFP4: fine if none is, an error if others are."""
+    """A layer of which only a part is NVFP4 never runs as one fused kernel."""
+    good = next(matrix for matrix, spelling in quantized.items() if spelling)
     for expert in experts:
-        if _nvfp4(checkpoint, f"{prefix}.{expert}.{names.up}"):
-            raise InputError(
-                f"{checkpoint.name}: {prefix}.0.{names.up} has no NVFP4 weight and weight_scale, "
-                f"but expert {expert} has"
-            )
+        for name in filter(None, (names.gate, names.up, names.down)):
+            matrix = f"{prefix}.{expert}.{name}"
+            if quantized[matrix] is None:
+                detect(checkpoint, matrix)  # names what is missing, if that is why
+                raise InputError(
+                    f"{checkpoint.name}: {matrix} is not NVFP4, but {good} is: no fused kernel "
+                    "runs such a layer"
+                )
 
 
-def _fused_entry(checkpoint: Checkpoint, prefix: str, found: set[str]) -> LayerEntry | None:
+def _nvfp4(checkpoint: Checkpoint, matrix: str) -> Spelling | None:
+    """How a matrix is spelled, ``None`` where it is not NVFP4.
+
+    FP8 linears have a ``weight`` and a ``weight_scale`` too: only codes of one byte's two are ours.
+    MXFP4 has such codes, but a scale for 32 of them.
+    """
+    spelling = conventions.spelling_of(checkpoint, matrix)
+    if spelling is None:
+        return None
+    info, scales = (_info(checkpoint, name) for name in (spelling.packed, spelling.block_scale))
+    if info is not None and info.dtype in conventions.UNPACKED_DTYPES:
+        return None
+    if info and scales and scales.dtype in conventions.MX_SCALE_DTYPES:
+        codes = 2 * math.prod(info.shape)
+        if codes == conventions.MX_BLOCK * math.prod(scales.shape):
+            return None
+    return spelling
+
+
+def _fused_entry(
+    checkpoint: Checkpoint, prefix: str, found: set[str], stack: Stack
+) -> LayerEntry | None:
     gated = conventions.FUSED_GATE_UP in found
     up = conventions.FUSED_GATE_UP if gated else conventions.FUSED_UP
-    lacking = {up, conventions.FUSED_DOWN} - found
     spelling = _nvfp4(checkpoint, f"{prefix}.{up}")
     if spelling is None:
         return None
-    if lacking:
+    if lacking := {up, conventions.FUSED_DOWN} - found:
         raise InputError(f"{checkpoint.name}: {prefix}: {sorted(lacking)[0]} is missing")
     if conventions.FUSED_GATE in found:
         raise InputError(
@@ -217,10 +212,15 @@ def _fused_entry(checkpoint: Checkpoint, prefix: str, found: set[str]) -> LayerE
         )
     detect(checkpoint, f"{prefix}.{conventions.FUSED_DOWN}")
     experts, rows, columns = _fused_shape(checkpoint, spelling.packed, spelling.block_scale)
+    if gated and rows % 2:
+        raise InputError(
+            f"{checkpoint.file_of(spelling.packed)}: {spelling.packed} has {rows} rows, which "
+            "cannot be gate and up of one size"
+        )
     return LayerEntry(
         prefix,
         _number(prefix),
-        _stack(prefix),
+        stack,
         Storage.FUSED,
         spelling.dialect,
         ProjectionNames(None, up, conventions.FUSED_DOWN),
@@ -271,12 +271,3 @@ def _fused_shape(checkpoint: Checkpoint, packed: str, block_scale: str) -> tuple
     if first != scales.shape[1] and second == scales.shape[2]:
         return experts, second, first * 2
     return experts, first, second * 2
-
-
-def _number(prefix: str) -> int | None:
-    match = conventions.LAYER_NUMBER.search(prefix)
-    return int(match[1]) if match else None
-
-
-def _stack(prefix: str) -> Stack:
-    return Stack.SIDE if conventions.SIDE_STACK.search(prefix) else Stack.MODEL

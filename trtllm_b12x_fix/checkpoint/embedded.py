@@ -28,7 +28,7 @@ def load() -> tuple[MoELayer, Tensor]:
     """
     _check_integrity()
     checkpoint = open_checkpoint(PATH)
-    (entry,) = discover(checkpoint)
+    (entry,) = discover(checkpoint).usable
     loaded = load_experts(
         checkpoint,
         entry,

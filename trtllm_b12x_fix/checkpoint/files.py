@@ -6,12 +6,13 @@ Headers are read up front (kilobytes); tensors are read one at a time, when aske
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
-from trtllm_b12x_fix.checkpoint.header import TensorInfo, parse_object, read_header
+from trtllm_b12x_fix.checkpoint.header import TensorInfo, parse_object, read_header, require_text
 from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
 from trtllm_b12x_fix.errors import InputError
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 _INDEX_SUFFIX = ".safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _PICKLE = "a pickle, refused unread (it could run code): convert the checkpoint to safetensors"
-#: An index or config larger than this is no index or config.
-_MAX_JSON_BYTES = 100_000_000
+#: The index of a million tensors, and a config a hundred times the usual one, are smaller.
+_MAX_INDEX_BYTES, _MAX_CONFIG_BYTES = 100_000_000, 16_000_000
 
 
 @dataclass
@@ -115,12 +116,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         InputError: nothing readable there, a pickle, a header or index that lies, or one tensor in
             two files.
     """
-    # os.path's tests, unlike pathlib's, take a name that the system refuses for one not there.
-    if not (os.path.isfile(path) or os.path.isdir(path)):
-        raise InputError(
-            f"{path}: no such file or folder (nothing is downloaded here: a hub id has to be "
-            "fetched first, then name its folder)"
-        )
+    _require_there(path)
     if path.suffix in _PICKLE_SUFFIXES and path.is_file():
         raise InputError(f"{path}: {_PICKLE}")
     if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
@@ -136,6 +132,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not shards:
         raise InputError(f"{path}: {_why_empty(folder)}")
     return _from_shards(path, folder, shards)
+
+
+def _require_there(path: Path) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except PermissionError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError):  # ValueError: a name with a NUL
+        mode = 0
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise InputError(
+            f"{path}: no such file or folder (nothing is downloaded here: a hub id has to be "
+            "fetched first, then name its folder)"
+        )
 
 
 def _regular(folder: Path, pattern: str) -> list[Path]:
@@ -211,11 +221,12 @@ def _missing_shard(index: str, shard: str, tensors: int) -> Finding:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    content = read_json(index)
+    content = read_json(index, _MAX_INDEX_BYTES)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index.name}: no weight_map")
     for tensor, shard in weight_map.items():
+        require_text(index.name, tensor)
         # Only plain names: an index must not make us read outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
             raise InputError(f"{index.name}: {tensor} is put in {shard!r}, not a plain file name")
@@ -234,15 +245,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_json(path: Path, most: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object from a file of at most ``most`` bytes.
 
     Raises:
         InputError: unreadable, too large, or not a JSON object.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise InputError(f"{path.name}: {path.stat().st_size} bytes are too many for JSON")
-        return parse_object(path.name, path.read_bytes())
+        if (size := path.stat().st_size) > most:
+            raise InputError(f"{path.name}: {size} bytes, more than any such file has ({most})")
+        raw = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_object(path.name, raw)

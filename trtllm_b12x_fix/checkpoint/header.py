@@ -20,6 +20,11 @@ from trtllm_b12x_fix.errors import InputError
 #: The library's own limit; a longer header is a lie or an attack.
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
+
+#: A shard's header has eight of these for each tensor; as Python objects each can cost 100 bytes,
+#: fifty times its text. The largest checkpoints have some thousand tensors a shard.
+_STRUCTURE = (b"[", b"{", b",")
+_MAX_STRUCTURE = 4_000_000
 _METADATA = "__metadata__"
 
 #: The format knows no limit; no weight has more dimensions than this, an attack may.
@@ -93,6 +98,11 @@ def parse_object(name: str, raw: bytes) -> dict[str, Any]:
             raise InputError(f"{name}: names {repeated!r} twice")
         return dict(pairs)
 
+    if (values := sum(raw.count(mark) for mark in _STRUCTURE)) > _MAX_STRUCTURE:
+        raise InputError(
+            f"{name}: {values} lists, objects and commas; no checkpoint needs more than "
+            f"{_MAX_STRUCTURE}"
+        )
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=no_repeats)
     except (ValueError, RecursionError) as error:
@@ -133,6 +143,7 @@ def _sizes_agree(info: TensorInfo) -> bool:
 
 
 def _info(name: str, tensor: str, entry: Any) -> TensorInfo:
+    require_text(name, tensor)
     try:
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -149,6 +160,18 @@ def _info(name: str, tensor: str, entry: Any) -> TensorInfo:
     if begin > end:
         raise InputError(f"{name}: tensor {tensor}: offsets [{begin}, {end}] run backwards")
     return TensorInfo(dtype, shape, begin, end)
+
+
+def require_text(name: str, tensor: str) -> None:
+    """A tensor's name must be text that can be written anywhere.
+
+    Raises:
+        InputError: JSON can spell half a character (a lone surrogate), which no file can hold.
+    """
+    try:
+        tensor.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}: a tensor's name is not text: {tensor[:80]!a}") from error
 
 
 def _no_overlap(name: str, tensors: dict[str, TensorInfo]) -> None:

@@ -70,7 +70,7 @@ def _add_layer_arguments(group: argparse._ArgumentGroup) -> None:
         "--experts",
         type=parsing.experts,
         metavar="A-B,...",
-        help="check a sample of experts with random routing (default: all, by the layer's router)",
+        help="check a sample of experts, routed at random (all of them: by the layer's own router)",
     )
     group.add_argument(
         "--top-k",
@@ -240,14 +240,15 @@ def _check_options(args: argparse.Namespace) -> None:
 def _list(args: argparse.Namespace) -> int:
     _require_torch()
     from trtllm_b12x_fix.layer_check.from_checkpoint import list_layers
+    from trtllm_b12x_fix.layer_check.result import Verdict
     from trtllm_b12x_fix.report import files, listing
 
-    entries, checkpoint = list_layers(args.checkpoint)
+    layers, checkpoint = list_layers(args.checkpoint)
     if args.json is not None:
-        files.write(args.json, listing.to_json(entries, checkpoint))
+        files.write(args.json, listing.to_json(layers, checkpoint))
     if args.json != files.STDOUT:
-        files.write(files.STDOUT, listing.render(entries, checkpoint))
-    return 0
+        files.write(files.STDOUT, listing.render(layers, checkpoint))
+    return 1 if listing.verdict(layers) is Verdict.FINDING else 0
 
 
 def _subject(

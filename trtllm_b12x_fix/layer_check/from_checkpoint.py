@@ -13,9 +13,10 @@ from torch import Tensor
 from trtllm_b12x_fix.checkpoint import conventions
 from trtllm_b12x_fix.checkpoint.assemble import LoadedLayer, largest_input_scales, load_experts
 from trtllm_b12x_fix.checkpoint.config import ModelConfig
-from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Storage, choose, discover
+from trtllm_b12x_fix.checkpoint.discovery import discover
 from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
 from trtllm_b12x_fix.checkpoint.findings import Finding
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Layers, Storage, choose
 from trtllm_b12x_fix.checkpoint.router import Router, random_routing
 from trtllm_b12x_fix.emulator.moe import Routing
 from trtllm_b12x_fix.emulator.reference import intermediate_amax
@@ -276,7 +277,7 @@ def _router(
     return Router(weight, values, config.router_spec(top_k, corrected=values is not None)), ""
 
 
-def list_layers(path: Path) -> tuple[list[LayerEntry], Checkpoint]:
+def list_layers(path: Path) -> tuple[Layers, Checkpoint]:
     """The MoE layers of a checkpoint, from headers alone.
 
     Raises:

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 from trtllm_b12x_fix.checkpoint.config import ModelConfig
-from trtllm_b12x_fix.checkpoint.discovery import LayerEntry, Stack
 from trtllm_b12x_fix.checkpoint.files import Checkpoint
+from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Layers, Stack, UnusableLayer
+from trtllm_b12x_fix.layer_check.result import Verdict
 from trtllm_b12x_fix.report.document import finding_document
 from trtllm_b12x_fix.report.text import bullet, grid, paragraph, printable
 
@@ -24,15 +26,20 @@ _HEADER = [
 ]
 
 
-def to_json(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
+def verdict(layers: Layers) -> Verdict:
+    """A finding where a layer cannot be checked."""
+    return Verdict.FINDING if layers.unusable else Verdict.GOOD
+
+
+def to_json(layers: Layers, checkpoint: Checkpoint) -> str:
     """The list as a JSON document, ending in a newline."""
     config = ModelConfig(checkpoint.config)
     document = {
         "schema": SCHEMA,
-        "verdict": "good",
+        "verdict": verdict(layers).value,
         "source": checkpoint.name,
-        "layers": [_entry(entry, config.activation_name(entry)) for entry in entries],
-        "findings": [finding_document(finding) for finding in checkpoint.findings],
+        "layers": [_entry(entry, config.activation_name(entry)) for entry in layers.usable],
+        "findings": [finding_document(finding) for finding in _findings(layers, checkpoint)],
     }
     return json.dumps(document, indent=2) + "\n"
 
@@ -53,22 +60,35 @@ def _entry(entry: LayerEntry, activation: str) -> dict[str, Any]:
     }
 
 
-def render(entries: list[LayerEntry], checkpoint: Checkpoint) -> str:
+def _findings(layers: Layers, checkpoint: Checkpoint) -> list[Finding]:
+    return checkpoint.findings + [_cannot_be_checked(layer) for layer in layers.unusable]
+
+
+def _cannot_be_checked(layer: UnusableLayer) -> Finding:
+    return Finding(
+        Severity.DAMAGE,
+        "layer-cannot-be-checked",
+        f"{layer.prefix} cannot be checked: {layer.reason}",
+        layer=layer.prefix,
+    )
+
+
+def render(layers: Layers, checkpoint: Checkpoint) -> str:
     """The list as a table, ending in a newline."""
     parts = []
-    if entries:
+    if layers.usable:
         config = ModelConfig(checkpoint.config)
-        rows = [_row(entry, config.activation_name(entry)) for entry in entries]
+        rows = [_row(entry, config.activation_name(entry)) for entry in layers.usable]
         parts.append(grid(_HEADER, rows, left=1))
-    else:
+    elif not layers.unusable:
         parts.append(
             paragraph(
                 f"{checkpoint.name}: no NVFP4 mixture-of-experts layer, so nothing to check: "
                 "unquantized experts and dense layers do not go through b12x's MoE kernels."
             )
         )
-    if checkpoint.findings:
-        parts.append("\n".join(bullet(finding.message) for finding in checkpoint.findings))
+    if findings := _findings(layers, checkpoint):
+        parts.append("\n".join(bullet(finding.message) for finding in findings))
     return "\n\n".join(parts) + "\n"
 
 
