@@ -1,7 +1,8 @@
 """One layer of the reported shape in the published arithmetic: our emulator against b12x's own.
 
-Both start from packed codes and scale bytes and end at the output, decoding included; nothing
-decoded is kept between calls. The peer runs fewer rows and is scaled to ours.
+Both start from the same packed codes and scale bytes and end at the output, decoding included;
+nothing decoded is kept between calls. The peer, whose time grows with routed rows alone, runs few
+rows and is scaled to ours.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import torch
 from tests import published
 from tests.benchmarks.result import BenchResult, median_seconds, peak_rss_mb
 from tests.oracles.fetch import ORACLES
-from trtllm_b12x_fix.emulator import moe
+from trtllm_b12x_fix.emulator import grouped, moe
 from trtllm_b12x_fix.emulator.arithmetic import PUBLISHED
+from trtllm_b12x_fix.emulator.grouped import MatmulBackend, forced
 from trtllm_b12x_fix.layer import Activation
+from trtllm_b12x_fix.metrics import distance
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, ROWS, PEER_ROWS = 128, 1024, 2688, 22, 8, 1
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 512, 1024, 2688, 22
+ROWS = (1, 8, 64)
+MOST_PEER_ROWS = 2
 THREADS = 2
 
 
@@ -28,10 +33,11 @@ def make() -> tuple[moe.LaunchTensors, torch.Tensor, moe.Routing]:
     generator = torch.Generator().manual_seed(0)
 
     def codes(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        words = (*shape[:-1], shape[-1] // 8)
+        return torch.randint(-(2**63), 2**63 - 1, words, generator=generator).view(torch.uint8)
 
     def scales(*shape: int) -> torch.Tensor:
-        return torch.randint(0x30, 0x50, shape, dtype=torch.uint8, generator=generator)
+        return (codes(*shape) & 0x1F) + 0x30
 
     launch = moe.LaunchTensors(
         w1_packed=codes(EXPERTS, INTERMEDIATE, HIDDEN // 2),
@@ -41,38 +47,62 @@ def make() -> tuple[moe.LaunchTensors, torch.Tensor, moe.Routing]:
         w1_alpha=torch.full((EXPERTS,), 1e-6),
         w2_alpha=torch.full((EXPERTS,), 1e-6),
         input_global_scale=torch.tensor(4.5 / 2688),
-        fc2_input_scale=torch.tensor(1e-6),
+        fc2_input_scale=torch.tensor(2e-4),
         activation=Activation.RELU2,
     )
-    x = torch.randn(ROWS, HIDDEN, generator=generator).to(torch.bfloat16)
-    weights, ids = torch.rand(ROWS, EXPERTS, generator=generator).topk(TOP_K, dim=1)
+    x = torch.randn(max(ROWS), HIDDEN, generator=generator).to(torch.bfloat16)
+    weights, ids = torch.rand(max(ROWS), EXPERTS, generator=generator).topk(TOP_K, dim=1)
     return launch, x, moe.Routing(ids, weights / weights.sum(dim=1, keepdim=True))
 
 
-def ours() -> None:
-    torch.set_num_threads(THREADS)
-    moe.run(*make(), PUBLISHED)
-
-
-def run() -> BenchResult:
+def ours(rows: int) -> None:
+    """What the peak memory is of."""
     torch.set_num_threads(THREADS)
     launch, x, routing = make()
-    ours_s = median_seconds(lambda: moe.run(launch, x, routing, PUBLISHED), repeats=3)
-    peer_s = median_seconds(_peer(launch, x, routing), repeats=3) * ROWS / PEER_ROWS
-    return BenchResult(
-        name=f"published arithmetic, {ROWS} rows, top-{TOP_K} of {EXPERTS} experts",
-        ours_s=ours_s,
-        peer_s=peer_s,
-        peer="b12x 1.5.1 moe_reference_nvfp4",
-        peak_mb=peak_rss_mb(ours),
-        note=f"CPU, {THREADS} threads; peer ran {PEER_ROWS} row, scaled to {ROWS}",
-    )
+    moe.run(launch, x[:rows], _head(routing, rows), PUBLISHED)
 
 
-def _peer(launch: moe.LaunchTensors, x: torch.Tensor, routing: moe.Routing) -> Any:
+def run() -> list[BenchResult]:
+    torch.set_num_threads(THREADS)
+    inputs = make()
     for name in published.ORACLES:
         site.addsitedir(str(ORACLES[name].path))
     module = import_module(published.MODULE)
-    few = moe.Routing(routing.expert_ids[:PEER_ROWS], routing.weights[:PEER_ROWS])
-    arguments = published.arguments(launch, x[:PEER_ROWS], few)
-    return lambda: module.moe_reference_nvfp4(*arguments, activation="relu2")
+    return [_measure(*inputs, rows, module) for rows in ROWS]
+
+
+def _measure(
+    launch: moe.LaunchTensors, x: torch.Tensor, routing: moe.Routing, rows: int, module: Any
+) -> BenchResult:
+    peer_rows = min(rows, MOST_PEER_ROWS)
+    arguments = published.arguments(launch, x[:peer_rows], _head(routing, peer_rows))
+    x, routing = x[:rows], _head(routing, rows)
+
+    def peer() -> torch.Tensor:
+        return module.moe_reference_nvfp4(*arguments, activation="relu2")
+
+    def emulate() -> torch.Tensor:
+        return moe.run(launch, x, routing, PUBLISHED).output
+
+    apart = distance(emulate()[:peer_rows], peer())
+    # Zero outputs would agree too, but have no cosine.
+    if not (apart.relative_rms < 0.01 and apart.cosine > 0.999):
+        raise AssertionError(f"the two disagree ({apart}): there is nothing to time")
+    ours_s = median_seconds(emulate, repeats=5)
+    peer_s = median_seconds(peer, repeats=3) * rows / peer_rows
+    with forced(MatmulBackend.TORCH):
+        torch_s = median_seconds(emulate, repeats=1 if rows > 8 else 3)
+    return BenchResult(
+        name=f"published arithmetic, rows {rows}, top-{TOP_K} of {EXPERTS} experts",
+        ours_s=ours_s,
+        peer_s=peer_s,
+        peer="b12x 1.5.1 moe_reference_nvfp4",
+        peak_mb=peak_rss_mb(ours, rows),
+        note=f"CPU, {THREADS} threads, {grouped.describe(x.device)}; without numba "
+        f"{peer_s / torch_s:.1f}x; peer ran {peer_rows} of {rows} rows; outputs differ by "
+        f"{apart.relative_rms:.1e}",
+    )
+
+
+def _head(routing: moe.Routing, rows: int) -> moe.Routing:
+    return moe.Routing(routing.expert_ids[:rows], routing.weights[:rows])

@@ -1,4 +1,4 @@
-"""`make bench`: run every bench_*.py beside this file and print one line for each."""
+"""`make bench`: run every bench_*.py beside this file and print one line for each result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from pathlib import Path
 from tests.benchmarks.result import BenchResult
 
 
-def _run(module: str) -> BenchResult:
-    result = importlib.import_module(f"tests.benchmarks.{module}").run()
-    if not isinstance(result, BenchResult):
-        raise TypeError(f"{module}.run() returned {type(result).__name__}, not BenchResult")
-    return result
+def _run(module: str) -> list[BenchResult]:
+    returned = importlib.import_module(f"tests.benchmarks.{module}").run()
+    results = returned if isinstance(returned, list) else [returned]
+    for result in results:
+        if not isinstance(result, BenchResult):
+            raise TypeError(f"{module}.run() returned {type(result).__name__}, not BenchResult")
+    return results
 
 
-def run_isolated(module: str) -> BenchResult:
+def run_isolated(module: str) -> list[BenchResult]:
     """Run in a process of its own: one benchmark's peer must not slow or shadow another's."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
@@ -38,16 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench: no benchmark to run", file=sys.stderr)
         return 1
 
-    results, failed = [], False
+    results: list[BenchResult] = []
+    failed = False
     for module in arguments.modules:
         try:
-            result = run_isolated(module)
+            measured = run_isolated(module)
         except Exception as error:  # one broken benchmark must not hide the others
             print(f"{module}: failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed = True
         else:
-            print(result.line(), flush=True)
-            results.append(result)
+            for result in measured:
+                print(result.line(), flush=True)
+            results += measured
     if arguments.json is not None:
         text = json.dumps([result.as_json() for result in results], indent=2)
         arguments.json.write_text(text + "\n", encoding="utf-8")

@@ -351,6 +351,8 @@ def test_names_in_any_script_are_kept():
 
 TOP = {
     "schema",
+    "preset",
+    "real_kernels",
     "verdict",
     "source",
     "layer",

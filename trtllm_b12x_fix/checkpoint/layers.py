@@ -92,7 +92,7 @@ def choose(layers: Layers, wanted: str, name: str) -> LayerEntry:
         InputError: no such layer, several, or one that cannot be checked; the message lists what
             there is, or says why.
     """
-    everything = [*layers.usable, *layers.unusable]
+    everything: list[LayerEntry | UnusableLayer] = [*layers.usable, *layers.unusable]
     if not everything:
         raise InputError(f"{name}: no NVFP4 mixture-of-experts layer found in it")
     matches = _matches(everything, wanted)

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_b12x_fix.commands import parsing
+from trtllm_b12x_fix.commands import parsing, preset, real_kernels
 from trtllm_b12x_fix.commands.progress import ProgressLine
 from trtllm_b12x_fix.errors import (
     MATPLOTLIB_MISSING,
@@ -66,22 +67,25 @@ def _add_layer_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--list", action="store_true", help="list the checkpoint's MoE layers and stop"
     )
+    preset.add_arguments(group)
     group.add_argument(
         "--experts",
         type=parsing.experts,
-        metavar="A-B,...",
-        help="check a sample of experts, routed at random (all of them: by the layer's own router)",
+        metavar="A-B,...|N",
+        help="with --checkpoint: check these experts, routed at random (default: all, by the "
+        "layer's own router); with --preset: how many experts the layer has",
     )
     group.add_argument(
         "--top-k",
         type=parsing.positive,
         metavar="K",
-        help="experts per token (default: what config.json says)",
+        help="experts per token (default: what config.json or the preset says)",
     )
     group.add_argument(
         "--activations",
         choices=("relu2", "silu"),
-        help="activation (default: what config.json says, else silu if there is a gate)",
+        help="activation (default: what config.json or the preset says, else silu if there is a "
+        "gate)",
     )
     group.add_argument(
         "--inputs",
@@ -129,12 +133,14 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="where to emulate (default: a CUDA GPU if there is one)",
     )
+    real_kernels.add_argument(parser)
     parser.add_argument(
         "--seed",
         type=parsing.seed,
         default=0,
         metavar="N",
-        help="order of atomic adds in families that have them (default: 0)",
+        help="order of atomic adds in families that have them, random inputs and routing, and a "
+        "preset's layer (default: 0)",
     )
     parser.add_argument(
         "--gate",
@@ -172,13 +178,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, progress: ProgressLine) -> LayerCheckResult:
     from trtllm_b12x_fix.layer_check.check import check
+    from trtllm_b12x_fix.layer_check.result import Verdict
     from trtllm_b12x_fix.layer_check.run import Settings
     from trtllm_b12x_fix.repair import InputScales
 
     device = _device(args.device)
     contract = _contract(args.flashinfer)
+    kernels = real_kernels.prepare(args.real_kernels, contract, device)
     progress("loading the layer")
-    subject, own, findings = _subject(args)
+    made = None if args.preset is None else preset.load(args, progress)
+    subject, own, findings = _subject(args) if made is None else (made.subject, None, ())
     arms = _chosen_arms(args.arms, subject.layer.activation)
     settings = Settings(
         contract=contract,
@@ -190,7 +199,12 @@ def _check(args: argparse.Namespace, progress: ProgressLine) -> LayerCheckResult
     )
     gates = _gates(args.gate, arms)
     own = own.to(device) if own else None
-    return check(subject.to(device), settings, gates, progress, own, findings)
+    subject = subject.to(device)
+    result = check(subject, settings, gates, progress, own, findings, made)
+    # Last: a CUDA error in a real kernel ends all CUDA work of the process.
+    real = real_kernels.run(kernels, subject, settings, progress)
+    verdict = Verdict.FINDING if real.findings else result.verdict
+    return replace(result, real_kernels=real, verdict=verdict)
 
 
 def _check_targets(args: argparse.Namespace) -> None:
@@ -225,12 +239,18 @@ def _report(args: argparse.Namespace, result: LayerCheckResult) -> None:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Options that only make sense together."""
+    preset.check_options(args)
+    if args.preset is not None:
+        return
     if args.checkpoint is None:
         needless = ("layer", "experts", "top_k", "activations", "inputs")
         for name in needless:
             if getattr(args, name) is not None:
                 option = name.replace("_", "-")
-                raise InputError(f"--{option} needs --checkpoint PATH; the embedded layer is fixed")
+                other = " or --preset NAME" if name in preset.CHANGES else ""
+                raise InputError(
+                    f"--{option} needs --checkpoint PATH{other}; the embedded layer is fixed"
+                )
         if args.list:
             raise InputError("--list needs --checkpoint PATH")
     elif args.layer is None and not args.list:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
+#: As in ``presets.shapes``, which needs torch.
+PRESET_NAMES = ("super-layer1", "nemotron-3-nano", "qwen3.6-35b-a3b")
 ARM_NAMES = ("fix", "baked", "alphas", "fp32-rescale", "unit")
 
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from trtllm_b12x_fix.emulator.arithmetic import OutputSum
 from trtllm_b12x_fix.errors import InputError
 
+#: Terms computed at a time: 2 MB of fp32.
+_CACHED_TERMS = 2**19
+
 
 @dataclass(frozen=True)
 class Combined:
@@ -49,12 +52,22 @@ def combine(
     """
     if order_seed is not None and not isinstance(order_seed, int):
         raise InputError(f"order_seed must be an integer or None, got {order_seed!r}")
-    terms = _terms(partials, alpha[:, :, None, None], weights[:, :, None, None], output_sum)
+    terms = _all_terms(partials, alpha[:, :, None, None], weights[:, :, None, None], output_sum)
     terms = terms.flatten(1, 2)
     unrounded = _slot_sum(terms)
     if output_sum.has_random_order:
         return Combined(_atomic_sum(terms, order_seed).to(torch.bfloat16), unrounded)
     return Combined(unrounded.to(torch.bfloat16), unrounded)
+
+
+def _all_terms(partials: Tensor, alpha: Tensor, weight: Tensor, output_sum: OutputSum) -> Tensor:
+    """:func:`_terms` a few tokens at a time, whose temporaries stay in a CPU's cache."""
+    step = max(1, _CACHED_TERMS // max(1, partials[0].numel()))
+    terms = torch.empty_like(partials)
+    for start in range(0, partials.shape[0], step):
+        tokens = slice(start, start + step)
+        terms[tokens] = _terms(partials[tokens], alpha[tokens], weight[tokens], output_sum)
+    return terms
 
 
 def _terms(partials: Tensor, alpha: Tensor, weight: Tensor, output_sum: OutputSum) -> Tensor:
@@ -74,12 +87,15 @@ def _bf16(values: Tensor) -> Tensor:
 def _slot_sum(terms: Tensor) -> Tensor:
     total = torch.zeros_like(terms[:, 0])
     for slot in range(terms.shape[1]):
-        total = total + terms[:, slot]
+        total += terms[:, slot]
     return total
 
 
 def _atomic_sum(terms: Tensor, order_seed: int | None) -> Tensor:
-    """bf16 adds into a zeroed row; each token's terms arrive in an order of their own."""
+    """bf16 adds into a zeroed row; each token's terms arrive in an order of their own.
+
+    Terms are bf16 values, so adding in bf16 (an fp32 sum, rounded) is what the hardware does.
+    """
     tokens, slots, _ = terms.shape
     order = torch.arange(slots).expand(tokens, slots)
     if order_seed is not None:
@@ -87,7 +103,8 @@ def _atomic_sum(terms: Tensor, order_seed: int | None) -> Tensor:
         order = torch.rand(tokens, slots, generator=generator).argsort(dim=1)
     order = order.to(terms.device)
     rows = torch.arange(tokens, device=terms.device)
-    total = torch.zeros_like(terms[:, 0])
-    for step in range(slots):
-        total = _bf16(total + terms[rows, order[:, step]])
+    arriving = terms.to(torch.bfloat16)[rows, order.t()]  # [slots, T, H]
+    total = torch.zeros_like(arriving[0])
+    for step in arriving:
+        total += step
     return total

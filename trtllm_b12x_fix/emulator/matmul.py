@@ -25,9 +25,9 @@ def operand_dtype(device: torch.device) -> torch.dtype:
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """``left [N, C] @ right [R, C].T`` with fp32 accumulation: fp32 [N, R].
 
-    Both operands must be in :func:`operand_dtype` of their device.
+    Both operands must be in :func:`operand_dtype` of their device, or both fp64 for fp64 sums.
     """
-    if left.device.type == "cuda":
+    if left.device.type == "cuda" and left.dtype is torch.bfloat16:
         return torch.mm(left, right.t(), out_dtype=torch.float32)
     return left @ right.t()
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from trtllm_b12x_fix.emulator.accumulate import combine
 from trtllm_b12x_fix.emulator.arithmetic import SLICE, Arithmetic, OutputSum, SigmoidMath
-from trtllm_b12x_fix.emulator.matmul import full_precision, matmul, operand_dtype
+from trtllm_b12x_fix.emulator.grouped import grouped_matmul
+from trtllm_b12x_fix.emulator.matmul import full_precision, operand_dtype
 from trtllm_b12x_fix.emulator.quantize import Quantized, quantize_rows
 from trtllm_b12x_fix.errors import InputError, ShapeError
-from trtllm_b12x_fix.formats import nvfp4
 from trtllm_b12x_fix.layer import Activation
 
 
@@ -162,7 +162,7 @@ def _quantize_input(
     return quantize_rows(repeated, scale, arithmetic), rows
 
 
-def _routes_by_expert(routing: Routing) -> list[tuple[int, Tensor]]:
+def routes_by_expert(routing: Routing) -> list[tuple[int, Tensor]]:
     """(expert, flat route indices) for every expert that has work, in expert order."""
     flat = routing.expert_ids.flatten()
     order = flat.argsort(stable=True)
@@ -172,14 +172,17 @@ def _routes_by_expert(routing: Routing) -> list[tuple[int, Tensor]]:
 
 
 def _fc1(tensors: LaunchTensors, quantized: Quantized, rows: Tensor, routing: Routing) -> Tensor:
-    dtype = operand_dtype(rows.device)
-    operand = quantized.operand(dtype)
-    flat_rows = rows.flatten()
-    out = torch.empty(flat_rows.numel(), tensors.w1_packed.shape[1], device=rows.device)
-    for expert, routes in _routes_by_expert(routing):
-        weight = nvfp4.operand(tensors.w1_packed[expert], tensors.w1_block_scale[expert], dtype)
-        out[routes] = matmul(operand[flat_rows[routes]], weight) * tensors.w1_alpha[expert]
-    return out.view(*rows.shape, -1)
+    operand = quantized.operand(operand_dtype(rows.device))
+    sums = grouped_matmul(
+        operand,
+        rows.flatten(),
+        tensors.w1_packed,
+        tensors.w1_block_scale,
+        routes_by_expert(routing),
+        [slice(0, operand.shape[1])],
+    )
+    alpha = tensors.w1_alpha[routing.expert_ids]
+    return sums.view(*rows.shape, -1) * alpha.unsqueeze(-1)
 
 
 def _activate(fc1: Tensor, activation: Activation, sigmoid: SigmoidMath) -> Tensor:
@@ -205,15 +208,13 @@ def _fc2(
     tensors: LaunchTensors, inner: Quantized, routing: Routing, arithmetic: Arithmetic
 ) -> Tensor:
     device = routing.expert_ids.device
-    dtype = operand_dtype(device)
-    operand = inner.operand(dtype)
-    groups = _groups(tensors.intermediate, arithmetic)
-    out = torch.empty(
-        routing.expert_ids.numel(), len(groups), tensors.w2_packed.shape[1], device=device
+    columns = _groups(tensors.intermediate, arithmetic)
+    sums = grouped_matmul(
+        inner.operand(operand_dtype(device)),
+        torch.arange(routing.expert_ids.numel(), device=device),
+        tensors.w2_packed,
+        tensors.w2_block_scale,
+        routes_by_expert(routing),
+        columns,
     )
-    for expert, routes in _routes_by_expert(routing):
-        weight = nvfp4.operand(tensors.w2_packed[expert], tensors.w2_block_scale[expert], dtype)
-        left = operand[routes]
-        for number, columns in enumerate(groups):
-            out[routes, number] = matmul(left[:, columns], weight[:, columns])
-    return out.view(*routing.expert_ids.shape, len(groups), -1)
+    return sums.view(*routing.expert_ids.shape, len(columns), -1)

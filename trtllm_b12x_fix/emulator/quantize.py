@@ -22,6 +22,9 @@ from trtllm_b12x_fix.formats.nvfp4 import BLOCK
 
 # Guards the reference and direct micro against a zero block scale; both clamp at this value.
 _SMALLEST_EFFECTIVE_SCALE = 1e-30
+# Elements at a time. torch divides longer loops among threads, which wait for each other at every
+# one of many steps: dear on a busy machine. Temporaries of this size also stay in the cache.
+_SINGLE_THREAD = 2**15 - 1
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
@@ -52,8 +55,27 @@ def quantize_rows(values: Tensor, global_scale: Tensor, arithmetic: Arithmetic) 
     """
     if values.shape[-1] % BLOCK:
         raise ShapeError(f"activations {tuple(values.shape)} are not whole blocks of {BLOCK}")
-    blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
     scale = global_scale.to(torch.float32).expand(values.shape[0]).unsqueeze(-1)
+    step = _rows_at_a_time(values)
+    parts = [
+        _quantize(*part, arithmetic)
+        for part in zip(values.split(step), scale.split(step), strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Quantized(
+        torch.cat([part.codes for part in parts]), torch.cat([part.block_scale for part in parts])
+    )
+
+
+def _rows_at_a_time(values: Tensor) -> int:
+    if values.device.type != "cpu":
+        return max(1, values.shape[0])
+    return max(1, _SINGLE_THREAD // values.shape[1])
+
+
+def _quantize(values: Tensor, scale: Tensor, arithmetic: Arithmetic) -> Quantized:
+    blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(dim=-1)
     quantizer = {
         QuantMath.FAST: _fast,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtllm_b12x_fix.emulator.moe import LaunchTensors, Routing
-from trtllm_b12x_fix.formats import nvfp4
-from trtllm_b12x_fix.layer import Activation, MoELayer
+from trtllm_b12x_fix.emulator.grouped import grouped_matmul
+from trtllm_b12x_fix.emulator.moe import LaunchTensors, Routing, routes_by_expert
+from trtllm_b12x_fix.layer import Activation, ExpertMatrices, MoELayer
 
 
 def exact_launch(
@@ -37,33 +37,36 @@ def truth(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
 
     The quantized weights are taken as given: what is measured is the backend, not ModelOpt.
     """
-    x64 = x.double()
-    out = torch.zeros(x.shape[0], layer.hidden, dtype=torch.float64, device=x.device)
-    for expert in routing.expert_ids.unique().tolist():
-        tokens, routes = (routing.expert_ids == expert).nonzero(as_tuple=True)
-        w1 = _dequantize(layer, expert, "fc1")
-        h = _activate(x64[tokens] @ w1.t(), layer.activation)
-        y = h @ _dequantize(layer, expert, "fc2").t()
-        out.index_add_(0, tokens, y * routing.weights[tokens, routes].double().unsqueeze(-1))
-    return out
+    h = _intermediate(layer, x, routing)
+    rows = torch.arange(h.shape[0], device=h.device)
+    y = _multiply(layer.fc2, h, rows, routing).view(*routing.expert_ids.shape, -1)
+    return (y * routing.weights.double().unsqueeze(-1)).sum(dim=1)
 
 
 def intermediate_amax(layer: MoELayer, x: Tensor, routing: Routing) -> float:
     """Largest magnitude that FC2's input takes for these tokens, in fp64 on exact weights."""
-    largest = 0.0
-    for expert in routing.expert_ids.unique().tolist():
-        tokens = (routing.expert_ids == expert).any(dim=1)
-        h = _activate(x[tokens].double() @ _dequantize(layer, expert, "fc1").t(), layer.activation)
-        largest = max(largest, float(h.abs().max()))
-    return largest
+    return float(_intermediate(layer, x, routing).abs().max())
 
 
-def _dequantize(layer: MoELayer, expert: int, which: str) -> Tensor:
-    matrices = layer.fc1 if which == "fc1" else layer.fc2
-    return (
-        nvfp4.operand(matrices.packed[expert], matrices.block_scale[expert], torch.float64)
-        * matrices.weight_scale_2[expert].double()
+def _intermediate(layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
+    """FC2's input of every route, fp64 [T*K, I]."""
+    tokens = torch.arange(x.shape[0], device=x.device)
+    rows = tokens.repeat_interleave(routing.expert_ids.shape[1])
+    return _activate(_multiply(layer.fc1, x.double(), rows, routing), layer.activation)
+
+
+def _multiply(matrices: ExpertMatrices, operand: Tensor, rows: Tensor, routing: Routing) -> Tensor:
+    """``operand[rows] @ W.T`` with each route's dequantized expert, fp64 [T*K, R]."""
+    product = grouped_matmul(
+        operand,
+        rows,
+        matrices.packed,
+        matrices.block_scale,
+        routes_by_expert(routing),
+        [slice(0, operand.shape[1])],
     )
+    scale = matrices.weight_scale_2[routing.expert_ids.flatten()].double()
+    return product.squeeze(1) * scale.unsqueeze(1)
 
 
 def _activate(h: Tensor, activation: Activation) -> Tensor:

@@ -115,5 +115,8 @@ def block_is_zero(packed: Tensor) -> Tensor:
     Such a block is zero whatever its scale, so scale damage there costs nothing: padding and
     pruned blocks are not counted.
     """
-    magnitude = packed & 0x77  # drop both sign bits: -0 is zero too
-    return (magnitude.unflatten(-1, (-1, BLOCK // 2)) == 0).all(dim=-1)
+    blocks = packed.unflatten(-1, (-1, BLOCK // 2)).contiguous()
+    if blocks.storage_offset() % 8:  # a view as words has to start at one
+        blocks = blocks.clone()
+    # A block is one word of 8 bytes; the mask drops all sign bits, since -0 is zero too.
+    return (blocks.view(torch.int64).squeeze(-1) & 0x7777777777777777) == 0

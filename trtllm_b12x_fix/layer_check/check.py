@@ -10,8 +10,9 @@ import torch
 from trtllm_b12x_fix import __version__
 from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
+from trtllm_b12x_fix.emulator.grouped import describe
 from trtllm_b12x_fix.layer import Projection
-from trtllm_b12x_fix.layer_check import gates
+from trtllm_b12x_fix.layer_check import from_preset, gates
 from trtllm_b12x_fix.layer_check.arms import Arm
 from trtllm_b12x_fix.layer_check.result import Gate, LayerCheckResult, OwnMagnitude
 from trtllm_b12x_fix.layer_check.run import LayerInput, Progress, RowCheck, Settings, run_arms
@@ -29,6 +30,7 @@ def check(
     progress: Progress,
     own_magnitude: LayerInput | None = None,
     findings: tuple[Finding, ...] = (),
+    preset: from_preset.Loaded | None = None,
 ) -> LayerCheckResult:
     """Run every arm and judge.
 
@@ -37,6 +39,7 @@ def check(
             small models look clean.
         findings: what loading the layer brought to light; damage among them is a finding of the
             check.
+        preset: where the layer is a made-up one, what its figures are to be set beside.
     """
     progress("block scales")
     layer = subject.layer
@@ -68,6 +71,7 @@ def check(
         own_magnitude=own,
         findings=findings,
         versions=_versions(subject.x.device),
+        preset=from_preset.compare(preset, fc1, results, families) if preset else None,
     )
 
 
@@ -102,6 +106,7 @@ def _versions(device: torch.device) -> dict[str, str]:
         "trtllm_b12x_fix": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "matmul": describe(device),
     }
     if device.type == "cuda":
         versions["gpu"] = torch.cuda.get_device_name(device)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.layer_check.arms import Arm
+from trtllm_b12x_fix.layer_check.real_result import RealKernelsResult
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
 from trtllm_b12x_fix.layer_check.stages import Stage
 from trtllm_b12x_fix.metrics import Distance
+from trtllm_b12x_fix.presets.published import Figure
 from trtllm_b12x_fix.repair import InputScales, Strategy
 
 
@@ -111,6 +113,36 @@ class OwnMagnitude:
 
 
 @dataclass(frozen=True)
+class MeasuredFigure:
+    """A published figure and what the made-up layer has: smallest and largest value seen, or
+    ``None`` where this run has none."""
+
+    published: Figure
+    measured: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class PresetReport:
+    """What a made-up layer may be compared with, and what may be concluded.
+
+    Attributes:
+        changed: sizes that are not the published ones, in words; published figures then belong to
+            another layer.
+        experts_made: experts that scale statistics are over, of ``experts``.
+        true_error_ratios: (rows, true error baked / true error of exact scales).
+    """
+
+    name: str
+    origin: str
+    caveat: str
+    changed: tuple[str, ...]
+    experts_made: int
+    experts: int
+    figures: tuple[MeasuredFigure, ...]
+    true_error_ratios: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class LayerCheckResult:
     """Everything one run found out."""
 
@@ -133,3 +165,12 @@ class LayerCheckResult:
     own_magnitude: OwnMagnitude | None = None
     findings: tuple[Finding, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    preset: PresetReport | None = None
+    real_kernels: RealKernelsResult | None = None
+
+    @property
+    def ran_real_kernels(self) -> bool:
+        """Whether a kernel of FlashInfer's ran, on hardware that has FP4."""
+        return self.real_kernels is not None and any(
+            arm.family is not None for arm in self.real_kernels.arms
+        )

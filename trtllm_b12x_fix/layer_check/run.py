@@ -23,7 +23,13 @@ from trtllm_b12x_fix.layer_check.arms import Arm, ResolvedArm, resolve
 from trtllm_b12x_fix.layer_check.result import ArmResult, FamilyResult
 from trtllm_b12x_fix.layer_check.stages import first_divergence
 from trtllm_b12x_fix.metrics import compare_codes, distance
-from trtllm_b12x_fix.repair import InputScales, Strategy, arguments, input_scales
+from trtllm_b12x_fix.repair import (
+    InputScales,
+    KernelArguments,
+    Strategy,
+    arguments,
+    input_scales,
+)
 
 Progress = Callable[[str], None]
 
@@ -86,9 +92,20 @@ class Settings:
 
 
 class RowCheck:
-    """All arms at one row count; references are computed once per kernel family."""
+    """All arms at one row count; a launch that several of them make is computed once.
 
-    def __init__(self, subject: LayerInput, settings: Settings, rows: int) -> None:
+    Args:
+        prepared: kernel arguments by strategy, kept between row counts by the caller: baking all
+            experts takes seconds. For one layer and one ``settings``.
+    """
+
+    def __init__(
+        self,
+        subject: LayerInput,
+        settings: Settings,
+        rows: int,
+        prepared: dict[Strategy, KernelArguments] | None = None,
+    ) -> None:
         self._settings = settings
         self._layer = subject.layer
         self._rows = rows
@@ -109,8 +126,9 @@ class RowCheck:
                 "to compare with"
             )
         self._exact = reference.exact_launch(subject.layer, *self._scales)
+        self._prepared = {} if prepared is None else prepared
+        self._traces: dict[object, tuple[moe.LaunchTensors, moe.MoETrace]] = {}
         self._published = self._run(self._exact, PUBLISHED)
-        self._references: dict[Arithmetic, moe.MoETrace] = {}
 
     def arm(self, arm: Arm) -> ArmResult:
         """Run one arm."""
@@ -119,7 +137,7 @@ class RowCheck:
         if resolved.family is None:
             return _unavailable(self._rows, resolved, resolved.note)
         try:
-            args = arguments(resolved.strategy, self._layer, *self._scales, contract)
+            args = self._arguments(resolved.strategy)
         except NoExactFormError as error:
             return _unavailable(self._rows, resolved, str(error))
         launch = args.launch(self._layer)
@@ -148,10 +166,13 @@ class RowCheck:
         return self._exact_trace(self._arithmetic(family))
 
     def _exact_trace(self, arithmetic: Arithmetic) -> moe.MoETrace:
-        correct = replace(arithmetic, convention=ScaleConvention.DIVISOR)
-        if correct not in self._references:
-            self._references[correct] = self._run(self._exact, correct)
-        return self._references[correct]
+        return self._run(self._exact, replace(arithmetic, convention=ScaleConvention.DIVISOR))
+
+    def _arguments(self, strategy: Strategy) -> KernelArguments:
+        if strategy not in self._prepared:
+            contract = self._settings.contract
+            self._prepared[strategy] = arguments(strategy, self._layer, *self._scales, contract)
+        return self._prepared[strategy]
 
     def family(self, family: KernelFamily) -> FamilyResult:
         """What the family itself costs."""
@@ -193,7 +214,13 @@ class RowCheck:
         self, tensors: moe.LaunchTensors, arithmetic: Arithmetic, seed: int | None = None
     ) -> moe.MoETrace:
         order = self._settings.seed if seed is None else seed
-        return moe.run(tensors, self._x, self._routing, arithmetic, order)
+        random = arithmetic.output_sum.has_random_order
+        key = (_identity(tensors), arithmetic, order if random else None)
+        if key not in self._traces:
+            trace = moe.run(tensors, self._x, self._routing, arithmetic, order)
+            # The launch is kept too: a freed tensor's address may be another's.
+            self._traces[key] = tensors, trace
+        return self._traces[key][1]
 
 
 def run_arms(
@@ -202,8 +229,9 @@ def run_arms(
     """Every arm at every row count, and each kernel family that took part."""
     results: list[ArmResult] = []
     families: list[FamilyResult] = []
+    prepared: dict[Strategy, KernelArguments] = {}
     for rows in settings.rows:
-        check = RowCheck(subject, settings, rows)
+        check = RowCheck(subject, settings, rows, prepared)
         here: list[ArmResult] = []
         for arm in settings.arms:
             progress(f"{rows} rows, {arm.value}")
@@ -212,6 +240,31 @@ def run_arms(
         families += [check.family(family) for family in KernelFamily if family in used]
         results += here
     return tuple(results), tuple(families)
+
+
+def _identity(tensors: moe.LaunchTensors) -> object:
+    """Equal only for launches that hand a kernel the very same bits.
+
+    Weights are the same memory; the few floats per expert are compared by value, since every
+    strategy computes its own.
+    """
+    weights = (
+        tensors.w1_packed,
+        tensors.w1_block_scale,
+        tensors.w2_packed,
+        tensors.w2_block_scale,
+    )
+    scales = (
+        tensors.w1_alpha,
+        tensors.w2_alpha,
+        tensors.input_global_scale,
+        tensors.fc2_input_scale,
+    )
+    return (
+        tensors.activation,
+        *((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in weights),
+        *((scale.shape, scale.cpu().numpy().tobytes()) for scale in scales),
+    )
 
 
 def _unavailable(rows: int, resolved: ResolvedArm, reason: str) -> ArmResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,39 +40,53 @@ class ScaleDamage:
 
 
 def damage(matrices: ExpertMatrices) -> ScaleDamage:
-    """Compare baked with exact block scales, expert by expert in fp64."""
-    baked = bake(matrices)
-    total = zeros = subnormals = 0
-    error_sum = largest = 0.0
-    means: list[float] = []
-    for expert in range(matrices.experts):
-        # A scale that is zero in the file is lost already: baking cannot be blamed for it.
-        counted = ~block_is_zero(matrices.packed[expert]) & (matrices.block_scale[expert] != 0)
-        errors = _relative_errors(matrices, baked, expert)[counted]
-        bytes_ = baked[expert][counted]
-        total += errors.numel()
-        zeros += int((bytes_ == 0).sum())
-        subnormals += int(((bytes_ > 0) & (bytes_ < 8)).sum())
-        error_sum += float(errors.sum())
-        largest = max(largest, float(errors.max()) if errors.numel() else 0.0)
-        means.append(float(errors.mean()) if errors.numel() else 0.0)
-    worst = max(range(len(means)), key=means.__getitem__)
+    """Compare baked with exact block scales in fp64.
+
+    Within an expert a block's damage depends on its scale byte alone, so bytes are counted and
+    each of the 256 is baked once.
+    """
+    counts = torch.stack([_bytes_counted(matrices, expert) for expert in range(matrices.experts)])
+    baked = _every_byte_baked(matrices)
+    errors = _relative_errors(matrices, baked)
+    # A byte that does not occur must not turn an infinite error into NaN.
+    weighted = torch.where(counts > 0, errors * counts, torch.zeros_like(errors)).sum(dim=1)
+    means = weighted / counts.sum(dim=1).clamp(min=1)
+    worst = int(means.argmax())
+    total = int(counts.sum())
     count = max(total, 1)
     return ScaleDamage(
         blocks=total,
-        zero_fraction=zeros / count,
-        subnormal_fraction=subnormals / count,
-        mean_relative_error=error_sum / count,
-        max_relative_error=largest,
+        zero_fraction=int(counts[baked == 0].sum()) / count,
+        subnormal_fraction=int(counts[(baked > 0) & (baked < 8)].sum()) / count,
+        mean_relative_error=float(weighted.sum()) / count,
+        max_relative_error=float(torch.where(counts > 0, errors, torch.zeros_like(errors)).max()),
         worst_expert=worst,
-        worst_expert_error=means[worst],
+        worst_expert_error=float(means[worst]),
         weight_scale_2_min=float(matrices.weight_scale_2.min()),
         weight_scale_2_max=float(matrices.weight_scale_2.max()),
     )
 
 
-def _relative_errors(matrices: ExpertMatrices, baked: Tensor, expert: int) -> Tensor:
-    exact = e4m3.decode(matrices.block_scale[expert], torch.float64)
-    exact = exact * matrices.weight_scale_2[expert].double()
-    error = (e4m3.decode(baked[expert], torch.float64) - exact).abs() / exact
+def _bytes_counted(matrices: ExpertMatrices, expert: int) -> Tensor:
+    """int64 [256]: how many blocks with a non-zero weight have each scale byte, 0 left out.
+
+    A scale that is zero in the file is lost already: baking cannot be blamed for it.
+    """
+    bytes_ = matrices.block_scale[expert].masked_fill(block_is_zero(matrices.packed[expert]), 0)
+    counts = torch.bincount(bytes_.flatten(), minlength=256)
+    counts[0] = 0
+    return counts
+
+
+def _every_byte_baked(matrices: ExpertMatrices) -> Tensor:
+    """uint8 [E, 256]: what baking makes of each scale byte in each expert."""
+    every = torch.arange(256, dtype=torch.uint8, device=matrices.block_scale.device)
+    scales = every.expand(matrices.experts, 1, 256)
+    return bake(replace(matrices, block_scale=scales)).squeeze(1)
+
+
+def _relative_errors(matrices: ExpertMatrices, baked: Tensor) -> Tensor:
+    every = torch.arange(256, dtype=torch.uint8, device=baked.device)
+    exact = e4m3.decode(every, torch.float64) * matrices.weight_scale_2.double().unsqueeze(1)
+    error = (e4m3.decode(baked, torch.float64) - exact).abs() / exact
     return torch.where(error.isnan(), torch.full_like(error, torch.inf), error)

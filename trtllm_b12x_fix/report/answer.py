@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from trtllm_b12x_fix.layer_check.arms import Arm
+from trtllm_b12x_fix.layer_check.real_result import RealArm
 from trtllm_b12x_fix.layer_check.result import (
     ArmResult,
     GateOutcome,
@@ -33,11 +34,17 @@ def header(result: LayerCheckResult) -> str:
             labelled(
                 "kernels",
                 f"FlashInfer {result.flashinfer} ({result.contract_origin}), EMULATED on "
-                f"{result.device}: no FP4 kernel ran",
+                f"{result.device}: {_what_ran(result)}",
             ),
             labelled("fix", result.plan),
         ]
     )
+
+
+def _what_ran(result: LayerCheckResult) -> str:
+    if result.ran_real_kernels:
+        return "FlashInfer's own kernels stand in the last table"
+    return "no FP4 kernel ran"
 
 
 def _size(shape: dict[str, int | str], name: str) -> str:
@@ -49,10 +56,16 @@ def answer(result: LayerCheckResult) -> str:
     """The verdict, which judges the repair, and beside it what the shipped conversion costs."""
     lines = [f"VERDICT  {_VERDICTS[result.verdict]}"]
     lines += _section("repaired", [*map(_gate, result.gates), *_cost(Arm.FIX, result)])
+    if result.real_kernels is not None:
+        lines += _section("kernels", [_real(arm) for arm in result.real_kernels.findings])
     shipped = _cost(Arm.BAKED, result)
     if shipped and not any(gate.arm is Arm.BAKED for gate in result.gates):
         shipped.append("the verdict judges the repair; to judge what is shipped, --gate baked:5")
     return "\n".join([*lines, *_section("shipped", shipped)])
+
+
+def _real(arm: RealArm) -> str:
+    return f"real {arm.arm.value} at {count_rows(arm.rows)}: {arm.status_text}"
 
 
 def _section(label: str, lines: list[str]) -> list[str]:

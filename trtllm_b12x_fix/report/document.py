@@ -17,6 +17,7 @@ from trtllm_b12x_fix.layer_check.result import (
 )
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
 from trtllm_b12x_fix.metrics import Distance
+from trtllm_b12x_fix.report import preset, real_kernels
 
 SCHEMA = "trtllm-b12x-fix/check-layer/1"
 
@@ -40,7 +41,7 @@ def to_document(result: LayerCheckResult) -> dict[str, Any]:
             "not_modelled": list(result.contract_exceptions),
             "fix": result.plan,
         },
-        "evidence": f"emulated on {result.device}; no FP4 kernel ran",
+        "evidence": _evidence(result),
         "input_scales": result.input_scales.value,
         "scales": {"fc1": _scales(result.fc1), "fc2": _scales(result.fc2)},
         "results": [
@@ -50,10 +51,20 @@ def to_document(result: LayerCheckResult) -> dict[str, Any]:
         "families": [_family(family) for family in result.families],
         "gates": [_gate(gate) for gate in result.gates],
         "own_magnitude": _own(result.own_magnitude) if result.own_magnitude else None,
+        "preset": preset.to_document(result.preset) if result.preset else None,
+        "real_kernels": (
+            real_kernels.to_document(result.real_kernels) if result.real_kernels else None
+        ),
         "findings": [finding_document(finding) for finding in result.findings],
         "versions": result.versions,
         "seed": result.seed,
     }
+
+
+def _evidence(result: LayerCheckResult) -> str:
+    if result.ran_real_kernels:
+        return f"emulated on {result.device}; real_kernels ran on it"
+    return f"emulated on {result.device}; no FP4 kernel ran"
 
 
 def number(value: float | None) -> float | None:

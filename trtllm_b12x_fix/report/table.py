@@ -11,7 +11,7 @@ from trtllm_b12x_fix.layer_check.result import (
     LayerCheckResult,
 )
 from trtllm_b12x_fix.layer_check.scales import ScaleDamage
-from trtllm_b12x_fix.report import answer
+from trtllm_b12x_fix.report import answer, preset, real_kernels
 from trtllm_b12x_fix.report.text import bullet, count_rows, grid, paragraph, percent
 
 Noise = dict[tuple[int, KernelFamily], float]
@@ -29,6 +29,10 @@ def render(result: LayerCheckResult) -> str:
     ]
     if result.own_magnitude is not None:
         parts.append(_own(result))
+    if result.preset is not None:
+        parts.append(preset.render(result.preset))
+    if result.real_kernels is not None:
+        parts.append(real_kernels.render(result.real_kernels))
     parts.append(_footnotes(result))
     return "\n\n".join(part for part in parts if part) + "\n"
 
