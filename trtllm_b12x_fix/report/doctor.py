@@ -106,8 +106,8 @@ def _switch(facts: Facts) -> str:
     set_here = [name for name in SHOWN if name in switch.variables]
     rows += [f"  {name}={printable(switch.variables[name])}" for name in set_here]
     if SINGLE_PROCESS not in switch.variables:
-        reach = "reaches them" if switch.hooked else "would reach them, nothing else does"
-        rows.append(_row("workers", f"spawned processes: the start-up file {reach}"))
+        words = "spawned: what is patched in the launching process alone does not reach them"
+        rows.append(_row("workers", words))
     return "\n".join(rows)
 
 

@@ -1,0 +1,1 @@
+"""TensorRT-LLM's b12x MoE backend as a stand-in, driven through FlashInfer's real wheels."""

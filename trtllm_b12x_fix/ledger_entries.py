@@ -1,0 +1,132 @@
+"""Read what all processes recorded, say which of them still run, forget the old ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtllm_b12x_fix.errors import InputError
+from trtllm_b12x_fix.fix_state import FixState
+from trtllm_b12x_fix.ledger import FAILED, SCHEMA
+from trtllm_b12x_fix.ledger_folder import Access, LedgerFolder
+from trtllm_b12x_fix.processes import Life, age_seconds, life, place
+
+FORGET_AFTER_SECONDS = 7 * 24 * 3600
+
+_NAME = re.compile(r"(?P<pid>\d{1,10})-(?P<started>\d{1,20})\.json")
+_PART = re.compile(r"\.\d{1,10}-\d{1,20}\.json\.part")
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What one process recorded, and whether it still runs."""
+
+    pid: int
+    life: Life
+    state: FixState
+    note: str = ""
+    age_s: float | None = None
+    """Since it started; None if it has ended or runs elsewhere."""
+    command: str = ""
+    mode: str = ""
+    layers: Mapping[str, int] = field(default_factory=dict)
+    checks: Mapping[str, int] = field(default_factory=dict)
+    """How many checks of loaded layers ended in which way."""
+    warnings: tuple[str, ...] = ()
+    recorded_s_ago: float | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """All of it, as the process wrote it."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether this process computes as it should, going by its record."""
+        return self.state.is_good and not self.checks.get(FAILED)
+
+
+def read_processes(folder: Path) -> tuple[ProcessStatus, ...]:
+    """Every process with a record, live ones first; records of long-gone ones are deleted.
+
+    Raises:
+        InputError: the folder cannot be used.
+    """
+    try:
+        with LedgerFolder(folder, Access.READ) as opened:
+            found = [
+                _read(opened, name, match)
+                for name in opened.names()
+                if (match := _NAME.fullmatch(name)) is not None
+            ]
+            _forget_old(opened)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise InputError(f"ledger {folder} cannot be read: {error.strerror}") from error
+    order = list(Life)
+    processes = [process for process in found if process is not None]
+    return tuple(sorted(processes, key=lambda one: (order.index(one.life), one.pid)))
+
+
+def _read(folder: LedgerFolder, name: str, match: re.Match[str]) -> ProcessStatus | None:
+    pid, started = int(match["pid"]), int(match["started"])
+    try:
+        record = json.loads(folder.read(name))
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
+        return _interpret(record, pid, started)
+    except FileNotFoundError:  # another reader has just forgotten it
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        # Its own file name still says whether anyone needs to care.
+        alive = life(pid, started, place())
+        note = f"record {name} is unreadable: {error}"
+        return ProcessStatus(pid, alive, FixState.UNKNOWN, note, _age(alive, started))
+
+
+def _interpret(record: dict[str, Any], pid: int, started: int) -> ProcessStatus:
+    if record.get("schema") != SCHEMA:
+        raise ValueError(f"schema {record.get('schema')!r} is not {SCHEMA}")
+    alive = life(pid, started, str(record["place"]))
+    return ProcessStatus(
+        pid=pid,
+        life=alive,
+        state=FixState.of(record.get("state")),
+        note=str(record.get("note", "")),
+        age_s=_age(alive, started),
+        command=" ".join(str(word) for word in record.get("argv", [])),
+        mode=str(record.get("mode", "")),
+        layers=_counts(record.get("layers", {})),
+        checks=_counts(record.get("checks", {}).get("counts", {})),
+        warnings=tuple(str(text) for text in record.get("warnings", [])),
+        recorded_s_ago=max(0.0, time.time() - float(record["written_at"])),
+        record=record,
+    )
+
+
+def _counts(found: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): int(count) for name, count in found.items()}
+
+
+def _age(alive: Life, started: int) -> float | None:
+    return age_seconds(started) if alive is Life.LIVE else None
+
+
+def _forget_old(folder: LedgerFolder) -> None:
+    here = place()
+    for name in folder.names():
+        match = _NAME.fullmatch(name)
+        if match is None and _PART.fullmatch(name) is None:
+            continue  # not ours to delete
+        try:
+            if time.time() - folder.changed_at(name) < FORGET_AFTER_SECONDS:
+                continue
+            # A server may run for weeks without writing again.
+            if match and life(int(match["pid"]), int(match["started"]), here) is Life.LIVE:
+                continue
+            folder.delete(name)
+        except OSError:
+            continue  # a full or read-only disk does not make the rest untrue

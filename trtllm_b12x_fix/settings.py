@@ -1,0 +1,141 @@
+"""The variables a user can set, all read here and nowhere else.
+
+They are read when TensorRT-LLM's module is imported, not when Python starts: variables that a
+launch script sets reach an MPI worker only after its start-up. An empty variable counts as unset,
+as in a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from trtllm_b12x_fix.errors import InputError
+
+PREFIX = "TRTLLM_B12X_FIX"
+MODE = PREFIX
+ON_UNKNOWN = f"{PREFIX}_ON_UNKNOWN"
+ACCUMULATE = f"{PREFIX}_ACCUMULATE"
+VERIFY = f"{PREFIX}_VERIFY"
+LEDGER = f"{PREFIX}_LEDGER"
+
+#: Every variable of ours; nothing else of the environment may be recorded anywhere.
+VARIABLES = (MODE, ON_UNKNOWN, ACCUMULATE, VERIFY, LEDGER)
+
+
+class Mode(Enum):
+    """How the repair passes weight_scale_2, or why it does not."""
+
+    AUTO = "auto"
+    ALPHAS = "alphas"
+    FP32_RESCALE = "fp32-rescale"
+    OFF = "off"
+    NOT_ASKED = "not asked for"
+    """The variable is unset. No variable can say this."""
+
+    @property
+    def wants_repair(self) -> bool:
+        """Whether something is to be patched."""
+        return self not in (Mode.OFF, Mode.NOT_ASKED)
+
+
+class OnUnknown(Enum):
+    """What to do about a TensorRT-LLM or FlashInfer whose contract is not known."""
+
+    FAIL = "fail"
+    CUTLASS = "cutlass"
+
+
+class Accumulate(Enum):
+    """How the routes of one token are summed."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+
+
+class Verify(Enum):
+    """Which layers are checked after loading."""
+
+    FIRST = "first"
+    ALL = "all"
+    OFF = "off"
+
+
+#: What TRTLLM_B12X_FIX may say.
+MODES = tuple(mode for mode in Mode if mode is not Mode.NOT_ASKED)
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for."""
+
+    mode: Mode = Mode.NOT_ASKED
+    on_unknown: OnUnknown = OnUnknown.FAIL
+    accumulate: Accumulate = Accumulate.AUTO
+    verify: Verify = Verify.FIRST
+    ledger: Path | None = None
+    """None: the folder of this user below the system's folder for temporary files."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read all variables; with the repair off, the ones that steer it are not looked at.
+
+        Raises:
+            InputError: a value that is not allowed; names the variable, the value and what is.
+        """
+        environ = os.environ if environ is None else environ
+        mode = mode_of(environ)
+        ledger = Path(environ[LEDGER]) if environ.get(LEDGER) else None
+        if not mode.wants_repair:
+            return cls(mode=mode, ledger=ledger)
+        return cls(
+            mode=mode,
+            on_unknown=_choice(environ, ON_UNKNOWN, tuple(OnUnknown), OnUnknown.FAIL),
+            accumulate=_choice(environ, ACCUMULATE, tuple(Accumulate), Accumulate.AUTO),
+            verify=_choice(environ, VERIFY, tuple(Verify), Verify.FIRST),
+            ledger=ledger,
+        )
+
+
+def mode_of(environ: Mapping[str, str]) -> Mode:
+    """The mode alone.
+
+    Raises:
+        InputError: the value is not allowed.
+    """
+    return _choice(environ, MODE, MODES, Mode.NOT_ASKED)
+
+
+def ledger_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where processes leave word of what they did."""
+    environ = os.environ if environ is None else environ
+    if environ.get(LEDGER):
+        return Path(environ[LEDGER])
+    return Path(tempfile.gettempdir()) / f"trtllm-b12x-fix-{os.getuid()}"
+
+
+def own_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our variables that are set, and nothing else."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in VARIABLES if environ.get(name)}
+
+
+def _choice(
+    environ: Mapping[str, str], variable: str, allowed: tuple[_Choice, ...], default: _Choice
+) -> _Choice:
+    value = environ.get(variable)
+    if not value:
+        return default
+    for choice in allowed:
+        if choice.value == value:
+            return choice
+    shown = value if len(value) <= 40 else value[:40] + "..."
+    names = ", ".join(str(choice.value) for choice in allowed)
+    raise InputError(f"{variable}={shown!r} is not known: it may be {names}, or unset")
