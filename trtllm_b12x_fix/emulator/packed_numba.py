@@ -10,6 +10,7 @@ Importing this module imports numba; only :mod:`trtllm_b12x_fix.emulator.grouped
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -27,6 +28,8 @@ VERSION: str = numba.__version__
 # Additions may be reordered, as in any GEMM. NaN and infinity keep their meaning: a scale byte may
 # be NaN, and has to reach the output.
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {"reassoc", "contract"}}
+#: A group, its first and its last weight row.
+Task = tuple[int, int, int]
 #: Tasks per thread: enough for the last ones to end together, few enough to cost nothing.
 _TASKS_PER_THREAD = 16
 #: Cost of decoding one weight, in multiplications by it.
@@ -58,7 +61,7 @@ def grouped(
     routes = [_numpy(group) for _, group in groups]
     kernel, table = _kernel(), _table()
 
-    def work(task: tuple[int, int, int]) -> None:
+    def work(task: Task) -> None:
         group, first, last = task
         expert, mine = groups[group][0], routes[group]
         kernel(
@@ -68,20 +71,42 @@ def grouped(
 
     threads = torch.get_num_threads()
     tasks = _tasks([len(mine) for mine in routes], packed.shape[1], threads)
-    if threads == 1 or len(tasks) == 1:
-        for task in tasks:
-            work(task)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, tasks))
+    _share(work, tasks, threads)
     return out
+
+
+def _share(work: Callable[[Task], None], tasks: list[Task], threads: int) -> None:
+    """Do all tasks: this thread too takes one after the other, so that none waits for a hand-over.
+
+    Raises:
+        Exception: whatever a task raises, once every thread has stopped.
+    """
+    pending = deque(tasks)
+
+    def drain() -> None:
+        while pending:
+            try:
+                task = pending.popleft()
+            except IndexError:  # another thread was faster
+                return
+            work(task)
+
+    helpers = min(threads, len(tasks)) - 1
+    if helpers < 1:
+        drain()
+        return
+    with ThreadPoolExecutor(helpers) as pool:
+        running = [pool.submit(drain) for _ in range(helpers)]
+        drain()
+        for one in running:
+            one.result()
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().contiguous().numpy()
 
 
-def _tasks(counts: list[int], rows: int, threads: int) -> list[tuple[int, int, int]]:
+def _tasks(counts: list[int], rows: int, threads: int) -> list[Task]:
     """(group, first weight row, last weight row) of about equal cost, the costliest groups first.
 
     Args:
@@ -167,8 +192,9 @@ def _kernel() -> Callable[..., None]:
     try:
         kernel = numba.njit(**_OPTIONS, cache=True)(_expert)
         _warm_up(kernel)
-    except (OSError, RuntimeError):
-        # No folder can be written, or the disk is full: compile in memory, every time.
+    except Exception:
+        # No folder can be written, the disk is full, or what lies in the cache does not load:
+        # compile in memory, every time. What is wrong with the loop itself is raised there.
         kernel = numba.njit(**_OPTIONS)(_expert)
         _warm_up(kernel)
     return kernel
