@@ -98,9 +98,17 @@ class Ledger:
         bytes_freed: int = 0,
         check: LayerCheck | None = None,
         warning: str = "",
+        instead_of: str | None = None,
     ) -> None:
-        """One more layer was loaded with this strategy; write."""
+        """One more layer was loaded with this strategy; write.
+
+        ``instead_of`` is the strategy that the same layer was recorded with before.
+        """
         with self._lock:
+            if instead_of is not None:
+                self._layers[instead_of] -= 1
+                if not self._layers[instead_of]:
+                    del self._layers[instead_of]
             self._layers[strategy] = self._layers.get(strategy, 0) + 1
             self._bytes_freed += bytes_freed
         if check is not None:

@@ -63,6 +63,8 @@ class Patch:
     attribute: str
     replacement: Callable[[Any], Any]
     expectation: Callable[[Any], str | None] = as_it_is
+    undone: Callable[[], None] = lambda: None
+    """Called when the original is back: for what the replacement changed elsewhere."""
 
     @property
     def symbol(self) -> str:
@@ -126,6 +128,7 @@ class Patch:
             setattr(self.owner, self.attribute, installed.original)
             del _INSTALLED[self._key]
             _REMOVED.add(self._key)
+            installed.patch.undone()
         return self.state()
 
     def state(self) -> PatchState:

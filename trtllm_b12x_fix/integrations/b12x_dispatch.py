@@ -48,10 +48,13 @@ class DispatchHold:
         """
         if not changes:
             return
-        self._module = importlib.import_module(DISPATCH)
+        try:
+            self._module = importlib.import_module(DISPATCH)
+        except Exception as error:
+            raise UnsupportedVersionError(f"{DISPATCH} cannot be imported: {error}") from error
+        if missing := [name for name in changes if not hasattr(self._module, name)]:
+            raise UnsupportedVersionError(f"{DISPATCH} has no {', '.join(missing)}")
         for name, value in changes.items():
-            if not hasattr(self._module, name):
-                raise UnsupportedVersionError(f"{DISPATCH} has no {name}")
             self._before.setdefault(name, getattr(self._module, name))
             setattr(self._module, name, value)
             self.held[name] = value

@@ -24,8 +24,12 @@ from trtllm_b12x_fix.emulator.contract import KernelContract
 from trtllm_b12x_fix.errors import B12xFixError, UnsupportedVersionError
 from trtllm_b12x_fix.integrations.b12x_dispatch import DispatchHold, changes_for, widen_static
 from trtllm_b12x_fix.integrations.flashinfer import installed_contract
-from trtllm_b12x_fix.integrations.trtllm_contract import layer_name
-from trtllm_b12x_fix.integrations.trtllm_decode import restore_decode, send_to_cutlass
+from trtllm_b12x_fix.integrations.trtllm_contract import LayerView, layer_name
+from trtllm_b12x_fix.integrations.trtllm_decode import (
+    goes_to_cutlass,
+    restore_decode,
+    send_to_cutlass,
+)
 from trtllm_b12x_fix.integrations.trtllm_halves import (
     LOADING,
     differing,
@@ -34,9 +38,10 @@ from trtllm_b12x_fix.integrations.trtllm_halves import (
 )
 from trtllm_b12x_fix.integrations.trtllm_layer import LayerOutcome, is_weight_only, repair_layer
 from trtllm_b12x_fix.integrations.trtllm_report import Reporter
+from trtllm_b12x_fix.integrations.trtllm_trial import prime
 from trtllm_b12x_fix.integrations.trtllm_verify import verify_layer
 from trtllm_b12x_fix.patching import Patch, TargetPlan
-from trtllm_b12x_fix.repair import plan
+from trtllm_b12x_fix.repair import Strategy, plan
 from trtllm_b12x_fix.settings import OnUnknown, Settings, Verify
 
 CLASS = "NVFP4CuteDslB12xFusedMoEMethod"
@@ -45,6 +50,10 @@ HOOKS = ("transform_weights", "post_load_weights")
 DISTRIBUTIONS = ("tensorrt_llm", "tensorrt-llm")
 
 Hook = Callable[[Any, Any], None]
+
+
+class VerificationError(B12xFixError):
+    """A repaired layer's live output is not what its kernel should give."""
 
 
 def on_import(module: ModuleType, settings: Settings) -> TargetPlan:
@@ -66,7 +75,7 @@ def on_import(module: ModuleType, settings: Settings) -> TargetPlan:
             "TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
         )
     process = Process(settings, version)
-    patches = [Patch(owner, name, process.replacement)]
+    patches = [Patch(owner, name, process.replacement, undone=process.dispatch.release)]
     if (loader := loading_class(owner)) is not None:
         patches.append(Patch(loader, LOADING, lambda upstream: watch_halves(upstream, owner)))
     return TargetPlan(tuple(patches), f"{CLASS}.{name}", versions)
@@ -132,19 +141,28 @@ class Process:
         try:
             if words := widen_static(self.contract, int(top_k), self.settings.accumulate):
                 self.reporter.warn(words)
-        except UnsupportedVersionError:
+        except B12xFixError:
             return  # told after upstream's method, where the policy for unknown versions applies
 
     def _after(self, module: Any) -> None:
         try:
             outcome = self._repair(module)
+            self._verify(module, outcome)
         except B12xFixError as error:
             outcome = self._unknown(module, error)
         self.reporter.layer(module, outcome, self.contract_version)
         if words := differing(module):
             self.reporter.warn(f"{outcome.name}: {words}")
-        if outcome.strategy is not None and outcome.view is not None:
-            self._verify(module, outcome)
+        if names := self.dispatch.changed_by_others():
+            self.reporter.warn(f"someone changed {', '.join(names)} of FlashInfer's dispatch")
+        self._prime(module, outcome)
+
+    def _prime(self, module: Any, outcome: LayerOutcome) -> None:
+        # After the check, which may have sent the layer's decode to CUTLASS.
+        if outcome.view is None or goes_to_cutlass(module):
+            return
+        if words := prime(module, outcome.view):
+            self.reporter.warn(words)
 
     @property
     def contract_version(self) -> str:
@@ -155,11 +173,12 @@ class Process:
         if is_weight_only(module):
             return LayerOutcome(layer_name(module), None, "W4A16_NVFP4 is not baked")
         contract = self.contract
-        outcome = repair_layer(module, self.settings.mode, contract, self.version)
-        if outcome.view is not None and outcome.strategy is not None:
-            keep_out = plan(contract, outcome.view.activation).keep_out
+
+        def settle(view: LayerView) -> None:
+            keep_out = plan(contract, view.activation).keep_out
             self.dispatch.hold(changes_for(contract, keep_out, self.settings.accumulate))
-        return outcome
+
+        return repair_layer(module, self.settings.mode, contract, self.version, settle)
 
     def _unknown(self, module: Any, error: B12xFixError) -> LayerOutcome:
         if self.settings.on_unknown is OnUnknown.FAIL:
@@ -168,11 +187,20 @@ class Process:
                 f"{error}. (TRTLLM_B12X_FIX_ON_UNKNOWN=cutlass would send this layer's decode to "
                 "CUTLASS; for dummy weights set TRTLLM_B12X_FIX=off)"
             ) from error
-        send_to_cutlass(module, self.version)
+        freed = send_to_cutlass(module, self.version)
         self.reporter.warn(f"{error} (this layer's decode goes to CUTLASS)")
-        return LayerOutcome(layer_name(module), None, f"decode goes to CUTLASS: {error}")
+        return LayerOutcome(
+            layer_name(module), Strategy.CUTLASS, f"decode goes to CUTLASS: {error}", freed
+        )
 
     def _verify(self, module: Any, outcome: LayerOutcome) -> None:
+        """Check the layer live, if it is one of those to be checked.
+
+        Raises:
+            VerificationError: the live output is wrong.
+        """
+        if outcome.strategy is None or outcome.view is None:
+            return
         wanted = {Verify.OFF: 0, Verify.FIRST: 1}.get(self.settings.verify)
         if wanted is not None and self._verified >= wanted:
             return
@@ -180,7 +208,6 @@ class Process:
         verification = verify_layer(module, outcome, self.contract)
         self.reporter.verified(verification)
         if verification.failed:
-            error = UnsupportedVersionError(
+            raise VerificationError(
                 f"{outcome.name}: {verification.words} (TRTLLM_B12X_FIX_VERIFY=off skips this)"
             )
-            self._unknown(module, error)

@@ -237,26 +237,41 @@ def _activation(contract: _Contract) -> Activation:
 def _check_entries(contract: _Contract, view: LayerView) -> None:
     if lacking := [key for key in ENTRIES if key not in view.entries]:
         raise contract.broken(f"_b12x_weights[{lacking[0]!r}]", "is missing")
-    shapes = {"w1_alpha": (view.experts,), "w2_alpha": (view.experts,)}
     for key in ENTRIES:
-        value = view.entries[key]
-        if not isinstance(value, Tensor):
-            raise contract.broken(f"_b12x_weights[{key!r}]", f"is no tensor but {value!r:.40}")
-        wanted = shapes.get(key)
-        if wanted and (value.dtype != torch.float32 or tuple(value.shape) != wanted):
-            raise contract.broken(
-                f"_b12x_weights[{key!r}]",
-                f"must be torch.float32 {list(wanted)}, is {value.dtype} {list(value.shape)}",
-            )
-    for key, scales in (
-        ("w1_weight_sf", view.w1_block_scale),
-        ("w2_weight_sf", view.w2_block_scale),
+        if not isinstance(view.entries[key], Tensor):
+            shown = f"{view.entries[key]!r:.40}"
+            raise contract.broken(f"_b12x_weights[{key!r}]", f"is no tensor but {shown}")
+    for key in ("w1_alpha", "w2_alpha"):
+        _check_entry(contract, view, key, (torch.float32,), (view.experts,))
+    second = view.entries["fc2_input_scale"]
+    if second.dim():
+        _check_entry(contract, view, "fc2_input_scale", (torch.float32,), (view.experts,))
+    bytes_ = (torch.uint8, torch.float8_e4m3fn)
+    for key, count in (
+        ("w1_weight", view.experts * view.fc1_rows * view.hidden // 2),
+        ("w2_weight", view.experts * view.hidden * view.intermediate // 2),
+        ("w1_weight_sf", view.w1_block_scale.numel()),
+        ("w2_weight_sf", view.w2_block_scale.numel()),
     ):
-        if view.entries[key].numel() != scales.numel():
-            raise contract.broken(
-                f"_b12x_weights[{key!r}]",
-                f"must hold {scales.numel()} block scales, holds {view.entries[key].numel()}",
-            )
+        _check_entry(contract, view, key, bytes_, count)
+
+
+def _check_entry(
+    contract: _Contract,
+    view: LayerView,
+    key: str,
+    dtypes: tuple[torch.dtype, ...],
+    size: tuple[int, ...] | int,
+) -> None:
+    value = view.entries[key]
+    fits = value.numel() == size if isinstance(size, int) else tuple(value.shape) == size
+    if value.dtype not in dtypes or not fits:
+        wanted = f"of {size} elements" if isinstance(size, int) else str(list(size))
+        raise contract.broken(
+            f"_b12x_weights[{key!r}]",
+            f"must be {' or '.join(map(str, dtypes))} {wanted}, is {value.dtype} "
+            f"{list(value.shape)}",
+        )
 
 
 def _check_sizes(contract: _Contract, view: LayerView) -> None:
@@ -281,25 +296,31 @@ def _check_scales(view: LayerView) -> None:
                 f"{view.name}: the reciprocal of the {what} input_scale is {value!r}: the "
                 "checkpoint's input_scale is zero, negative, infinite or NaN"
             )
-    for what, alpha in (("FC1", view.fc1_alpha), ("FC2", view.fc2_alpha)):
-        _check_alpha(view.name, what, alpha)
+    for what, alpha, weight_scale_2 in (
+        ("FC1", view.fc1_alpha, view.fc1_weight_scale_2),
+        ("FC2", view.fc2_alpha, view.fc2_weight_scale_2),
+    ):
+        _check_loaded(view.name, what, alpha)
+        _check_usable(view.name, f"{what}'s weight_scale_2 * input_scale", alpha)
+        _check_usable(view.name, f"{what}'s weight_scale_2", weight_scale_2)
     for what, scales in (("FC1", view.w1_block_scale), ("FC2", view.w2_block_scale)):
         _check_block_scales(view.name, what, scales)
 
 
-def _check_alpha(name: str, what: str, alpha: Tensor) -> None:
-    # One small copy to the host tells everything, instead of one for each question.
-    values = alpha.tolist()
-    for expert, value in enumerate(values):
+def _check_loaded(name: str, what: str, alpha: Tensor) -> None:
+    for expert, value in enumerate(alpha.tolist()):
         if value == _NEVER_LOADED:
             raise ScaleError(
                 f"{name}, expert {expert}: {what}'s weight_scale_2 was never loaded (its alpha is "
                 "exactly 1): the checkpoint lacks it"
             )
+
+
+def _check_usable(name: str, what: str, values: Tensor) -> None:
+    for expert, value in enumerate(values.tolist()):
         if not 0 < value < float("inf"):
             raise ScaleError(
-                f"{name}, expert {expert}: {what}'s weight_scale_2 * input_scale is {value!r}; it "
-                "must be positive and finite"
+                f"{name}, expert {expert}: {what} is {value!r}; it must be positive and finite"
             )
 
 

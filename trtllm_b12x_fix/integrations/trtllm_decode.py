@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from trtllm_b12x_fix.integrations.trtllm_contract import ContractError, layer_name
 
 THRESHOLD = "_PREFILL_VIA_CUTLASS_THRESHOLD"
 ROUTE = "_route_to_cutlass"
 
 
-def send_to_cutlass(module: Any, version: str) -> None:
+def send_to_cutlass(module: Any, version: str) -> int:
     """Make the layer's decode leave b12x, and drop what only b12x needs.
+
+    Returns:
+        Bytes of baked block scales given back.
 
     Raises:
         ContractError: this TensorRT-LLM decides in another way.
@@ -28,9 +33,28 @@ def send_to_cutlass(module: Any, version: str) -> None:
             f"of {layer_name(module)} cannot be sent to CUTLASS: set moe_config.backend: CUTLASS"
         )
     setattr(module, THRESHOLD, 0)
+    freed = _baked_bytes(module)
     # Its scales are baked, and nothing calls it any more.
     module._b12x_weights = None
     module.b12x_wrapper = None
+    return freed
+
+
+def _baked_bytes(module: Any) -> int:
+    """Of block scales that lie in no parameter; nothing where the layer is not as known."""
+    entries = getattr(module, "_b12x_weights", None)
+    if not isinstance(entries, dict):
+        return 0
+    freed = 0
+    for key, parameter in (
+        ("w1_weight_sf", "w3_w1_weight_scale"),
+        ("w2_weight_sf", "w2_weight_scale"),
+    ):
+        scales, own = entries.get(key), getattr(module, parameter, None)
+        if isinstance(scales, Tensor) and isinstance(own, Tensor):
+            apart = scales.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+            freed += scales.numel() * scales.element_size() if apart else 0
+    return freed
 
 
 def restore_decode(module: Any) -> None:

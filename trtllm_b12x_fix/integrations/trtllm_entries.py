@@ -35,21 +35,23 @@ class ScaleState(enum.Enum):
 def scale_state(view: LayerView) -> ScaleState:
     """By their bytes, of the first and the last expert and both projections."""
     states = {
-        _state(view.entries[key], scales, weight_scale_2, expert)
-        for key, scales, weight_scale_2 in (
-            ("w1_weight_sf", view.w1_block_scale, view.fc1_weight_scale_2),
-            ("w2_weight_sf", view.w2_block_scale, view.fc2_weight_scale_2),
+        _state(view.entries[key], scales, factor, expert)
+        for key, scales, factor in (
+            ("w1_weight_sf", view.w1_block_scale, view.fc1_alpha * view.fc1_reciprocal),
+            ("w2_weight_sf", view.w2_block_scale, view.fc2_alpha * view.fc2_reciprocal),
         )
         for expert in {0, view.experts - 1}
     }
     return states.pop() if len(states) == 1 else ScaleState.UNKNOWN
 
 
-def _state(entry: Tensor, scales: Tensor, weight_scale_2: Tensor, expert: int) -> ScaleState:
+def _state(entry: Tensor, scales: Tensor, factor: Tensor, expert: int) -> ScaleState:
+    """``factor`` is upstream's own: an ulp beside the weight_scale_2 that some layers keep, and
+    enough to round a tie the other way."""
     if entry.untyped_storage().data_ptr() == scales.untyped_storage().data_ptr():
         return ScaleState.INTACT
     mine = scales[expert : expert + 1]
-    baked = (mine.float() * weight_scale_2[expert]).to(torch.float8_e4m3fn)
+    baked = (mine.float() * factor[expert]).to(torch.float8_e4m3fn)
     handed = _bytes(entry.view(torch.uint8)[..., expert])
     # Baked first: where both agree (weight_scale_2 of 1), replacing changes nothing.
     for state, expected in ((ScaleState.BAKED, baked), (ScaleState.INTACT, mine)):

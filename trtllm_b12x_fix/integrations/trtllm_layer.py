@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,13 @@ class LayerOutcome:
     view: LayerView | None = None
 
 
-def repair_layer(module: Any, mode: Mode, contract: KernelContract, version: str) -> LayerOutcome:
+def repair_layer(
+    module: Any,
+    mode: Mode,
+    contract: KernelContract,
+    version: str,
+    settle: Callable[[LayerView], None] = lambda _: None,
+) -> LayerOutcome:
     """Replace the baked scales of a layer, or say why not.
 
     Args:
@@ -56,6 +63,7 @@ def repair_layer(module: Any, mode: Mode, contract: KernelContract, version: str
         mode: ``auto``, ``alphas`` or ``fp32-rescale``.
         contract: of the installed FlashInfer.
         version: of TensorRT-LLM, for messages.
+        settle: called when nothing can go wrong with the layer any more, before it is changed.
 
     Raises:
         ContractError: something is not what is known; nothing was changed.
@@ -80,12 +88,19 @@ def repair_layer(module: Any, mode: Mode, contract: KernelContract, version: str
             "carries weight_scale_2"
         )
     _check_wrapper(module, view, contract, version)
-    strategy, reason = choose_strategy(mode, contract, view.activation)
+    strategy, reason = choose_strategy(mode, contract, view.activation, name)
     freed = baked_bytes(view)
     if strategy is Strategy.CUTLASS:
         send_to_cutlass(module, version)
         return LayerOutcome(name, strategy, reason, freed)
-    view.entries.update(new_entries(view, strategy))
+    if strategy is Strategy.FP32_RESCALE and view.entries.get(INPUT_GLOBAL_SCALE) is not None:
+        raise ContractError(
+            f"TensorRT-LLM {version}, {name}: upstream passes {INPUT_GLOBAL_SCALE} itself, which "
+            "fp32-rescale has no use for: use TRTLLM_B12X_FIX=auto"
+        )
+    entries = new_entries(view, strategy)
+    settle(view)
+    view.entries.update(entries)
     return LayerOutcome(name, strategy, reason, freed, view)
 
 
@@ -97,7 +112,7 @@ def is_weight_only(module: Any) -> bool:
 
 
 def choose_strategy(
-    mode: Mode, contract: KernelContract, activation: Activation
+    mode: Mode, contract: KernelContract, activation: Activation, name: str = "the layer"
 ) -> tuple[Strategy, str]:
     """The plan of the contract, or the one asked for.
 
@@ -111,7 +126,7 @@ def choose_strategy(
         return Strategy.FP32_RESCALE, "asked for"
     needs = "relu2" if mode is Mode.FP32_RESCALE else "FlashInfer 0.6.17 or later"
     raise InputError(
-        f"TRTLLM_B12X_FIX={mode.value} needs {needs}; this layer is {activation.value} on "
+        f"TRTLLM_B12X_FIX={mode.value} needs {needs}; {name} is {activation.value} on "
         f"FlashInfer {contract.version}: use TRTLLM_B12X_FIX=auto"
     )
 
@@ -136,10 +151,16 @@ def _refuse_half(module: Any, name: str) -> None:
 def _check_wrapper(module: Any, view: LayerView, contract: KernelContract, version: str) -> None:
     """The wrapper must take what the contract says, and split FC1 where gate and up meet."""
     wrapper = module.b12x_wrapper
-    takes = INPUT_GLOBAL_SCALE in inspect.signature(wrapper.run).parameters
+    run = getattr(wrapper, "run", None)
+    if not callable(run):
+        raise ContractError(
+            f"TensorRT-LLM {version}, {view.name}: b12x_wrapper.run is missing; set "
+            "TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
+        )
+    takes = INPUT_GLOBAL_SCALE in inspect.signature(run).parameters
     if takes != (contract.input_scale is InputScaleArgument.SEPARATE):
         raise ContractError(
-            f"FlashInfer {contract.version}: B12xMoEWrapper.run "
+            f"FlashInfer {contract.version}, {view.name}: B12xMoEWrapper.run "
             f"{'takes' if takes else 'does not take'} {INPUT_GLOBAL_SCALE}, against what its files "
             "say"
         )

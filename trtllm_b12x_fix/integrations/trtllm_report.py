@@ -26,19 +26,22 @@ class Reporter:
     version: str
     _told: bool = False
     _warned: set[str] = field(default_factory=set)
-    _counted: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    _counted: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
 
     def layer(self, module: Any, outcome: LayerOutcome, flashinfer: str) -> None:
         """Record one layer; the first one is announced.
 
-        Some versions prepare a layer twice, and a reload prepares all again: it counts once.
+        Some versions prepare a layer twice, and a reload prepares all again: it counts once, with
+        what was done last.
         """
         strategy = outcome.strategy.value if outcome.strategy else _UNCHANGED
-        if module not in self._counted:
-            self._counted.add(module)
+        before = self._counted.get(module)
+        if before != strategy:
+            self._counted[module] = strategy
+            freed = outcome.freed if before is None else 0
             ledger = Ledger.for_process()
             ledger.record(versions={"tensorrt_llm": self.version, "flashinfer": flashinfer})
-            ledger.record_layer(strategy, bytes_freed=outcome.freed)
+            ledger.record_layer(strategy, bytes_freed=freed, instead_of=before)
         if not self._told:
             self._told = True
             _logger().info(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from trtllm_b12x_fix.formats import scale_layout
 from trtllm_b12x_fix.formats.nvfp4 import CALIBRATION_MAX
 from trtllm_b12x_fix.integrations.trtllm_contract import LayerView
 from trtllm_b12x_fix.integrations.trtllm_layer import LayerOutcome
+from trtllm_b12x_fix.integrations.trtllm_trial import TOKENS, call, make_trial
 from trtllm_b12x_fix.layer import ExpertMatrices, MoELayer
 from trtllm_b12x_fix.metrics import distance
 from trtllm_b12x_fix.repair import Strategy, arguments, plan
@@ -31,7 +32,6 @@ from trtllm_b12x_fix.repair import Strategy, arguments, plan
 FAILED_BEYOND = 0.10
 #: Nearer to the bake than to the repair by this factor is no accident.
 _NEARER = 0.5
-_TOKENS = 2
 
 
 class VerifyState(enum.Enum):
@@ -84,32 +84,16 @@ def _verify(module: Any, outcome: LayerOutcome, contract: KernelContract) -> Ver
     assert view is not None
     assert strategy is not None
     top_k = int(module.b12x_wrapper.top_k)
-    ids, weights = _routing(view, top_k)
-    used, local = ids.unique(return_inverse=True)
+    trial = make_trial(view, top_k)
+    used, local = trial.ids.unique(return_inverse=True)
     layer = _used_experts(module, view, used)
-    routing = moe.Routing(local, weights)
-    x = _activations(layer, view, routing)
-    # As the forward pass does: FlashInfer keeps workspaces, and what inference mode made cannot
-    # be written outside it.
-    with torch.inference_mode():
-        live = module.b12x_wrapper.run(
-            x=x,
-            token_selected_experts=ids.to(torch.int32),
-            token_final_scales=weights,
-            **view.entries,
-        ).clone()
+    routing = moe.Routing(local, trial.weights)
+    trial = replace(trial, x=_fitting(trial.x, layer, view, routing))
+    live = call(module, view, trial)
     if not bool(torch.isfinite(live).all()):
         return Verification(outcome.name, VerifyState.FAILED, "the live output is not finite")
     shape = _shape(view, top_k, strategy)
-    return _judge(outcome, live, _Arms(layer, x, routing, contract, shape))
-
-
-def _routing(view: LayerView, top_k: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(_TOKENS, view.experts, generator=generator)
-    chosen = logits.topk(top_k, dim=1)
-    device = view.fc1_alpha.device
-    return chosen.indices.to(device), chosen.values.softmax(dim=1).to(device)
+    return _judge(outcome, live, _Arms(layer, trial.x, routing, contract, shape))
 
 
 def _used_experts(module: Any, view: LayerView, used: Tensor) -> MoELayer:
@@ -140,11 +124,8 @@ def _used_experts(module: Any, view: LayerView, used: Tensor) -> MoELayer:
     )
 
 
-def _activations(layer: MoELayer, view: LayerView, routing: moe.Routing) -> Tensor:
-    """bf16 N(0,1) at the calibrated amax, halved until FC2's input fits its own scale."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(_TOKENS, view.hidden, generator=generator).to(view.fc1_alpha.device)
-    x = (x * (CALIBRATION_MAX / view.fc1_reciprocal / x.abs().max())).to(torch.bfloat16)
+def _fitting(x: Tensor, layer: MoELayer, view: LayerView, routing: moe.Routing) -> Tensor:
+    """The activations, halved until FC2's input fits its own scale."""
     limit = CALIBRATION_MAX / float(view.fc2_reciprocal)
     for _ in range(20):
         if intermediate_amax(layer, x, routing) <= limit:
@@ -155,7 +136,7 @@ def _activations(layer: MoELayer, view: LayerView, routing: moe.Routing) -> Tens
 
 def _shape(view: LayerView, top_k: int, strategy: Strategy) -> Shape:
     return Shape(
-        tokens=_TOKENS,
+        tokens=TOKENS,
         top_k=top_k,
         hidden=view.hidden,
         intermediate=view.intermediate,
@@ -205,7 +186,7 @@ def _judge(outcome: LayerOutcome, live: Tensor, arms: _Arms) -> Verification:
 
 
 def _state(from_repaired: float, from_baked: float, apart: float, noise: float) -> VerifyState:
-    if not math.isfinite(from_repaired):
+    if math.isnan(from_repaired):
         return VerifyState.NOT_VERIFIED  # the live output is finite, so the emulation is not
     if from_repaired > FAILED_BEYOND:
         return VerifyState.FAILED
