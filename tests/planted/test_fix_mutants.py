@@ -904,7 +904,7 @@ DISPATCH = [
         "DECODE_TOKENS",
         64,
         dispatch_tests.test_the_band_covers_63_tokens,
-        {"version": "0.7.4", "top_k": 22, "band": "1386"},
+        {"version": "0.7.4", "top_k": 22, "band": "2016"},
     ),
     Mutant(
         "every FlashInfer sums in fp32",

@@ -199,9 +199,9 @@ def test_a_version_without_fp32_sums_says_so(bench, version):
 
 
 @pytest.mark.parametrize("version", FROM_070)
-@pytest.mark.parametrize(("top_k", "band"), [(1, None), (16, None), (17, "1071"), (22, "1386")])
+@pytest.mark.parametrize(("top_k", "band"), [(1, "2016"), (22, "2016"), (32, "2016"), (40, "2520")])
 def test_the_band_covers_63_tokens(bench, version, top_k, band):
-    """16 experts a token are 1008 rows, which the band of 1024 holds."""
+    """Of this layer, and of a later one with up to 32 experts a token."""
     assert widen_static(contract_for(version), top_k, Accumulate.FP32) == ""
     assert os.environ.get(CUTOVER) == band
 
@@ -225,12 +225,18 @@ def test_a_band_asked_for_that_is_too_narrow_stays_and_is_told(bench, asked):
 def test_widening_again_is_fine(bench):
     for _ in range(2):
         assert widen_static(contract_for("0.7.4"), 22, Accumulate.FP32) == ""
-    assert os.environ[CUTOVER] == "1386"
+    assert os.environ[CUTOVER] == "2016"
 
 
 @pytest.mark.parametrize("first", [17, 22])
 def test_a_later_layer_with_more_experts_a_token_is_told(bench, first):
     """FlashInfer has read the variable by then."""
     widen_static(contract_for("0.7.4"), first, Accumulate.FP32)
-    words = widen_static(contract_for("0.7.4"), 30, Accumulate.FP32)
-    assert "1890" in words
+    words = widen_static(contract_for("0.7.4"), 40, Accumulate.FP32)
+    assert "2520" in words
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 8])
+def test_a_narrow_band_is_told_for_few_routes_too(bench, top_k):
+    bench.patch.setenv(CUTOVER, str(63 * top_k - 1))
+    assert str(63 * top_k) in widen_static(contract_for("0.7.2"), top_k, Accumulate.FP32)

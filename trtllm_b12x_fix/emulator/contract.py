@@ -161,7 +161,8 @@ class KernelContract:
             return KernelFamily.DIRECT_MICRO
         micro_rows = 40 if shape.top_k > 1 else 20
         few_tokens = self.micro_max_tokens is None or shape.tokens <= self.micro_max_tokens
-        if few_tokens and shape.routed_rows <= micro_rows:
+        micro = KernelFamily.MICRO in self.allowed
+        if micro and few_tokens and shape.routed_rows <= micro_rows:
             return KernelFamily.MICRO
         return KernelFamily.STATIC
 

@@ -28,8 +28,8 @@ CUTOVER = "FLASHINFER_B12X_STATIC_COMPACT_CUTOVER_PAIRS"
 #: TensorRT-LLM sends 64 tokens and more to CUTLASS.
 DECODE_TOKENS = 63
 _MICRO_BANDS = ("_MICRO_COMPACT_CUTOVER_PAIRS", "_MICRO_COMPACT_CUTOVER_PAIRS_MULTI_TOPK")
-#: Static's band where nothing widens it.
-_DEFAULT_BAND = 1024
+#: Routes of a token in models of today, and some more.
+_MOST_ROUTES = 32
 
 
 @dataclass
@@ -103,12 +103,18 @@ def widen_static(contract: KernelContract, top_k: int, accumulate: Accumulate) -
             "that sums decode in fp32 (0.7.0 and later have); it has no effect"
         )
     needed = DECODE_TOKENS * top_k
-    if needed <= _DEFAULT_BAND:
-        return ""
     asked = os.environ.get(CUTOVER)
     if asked is None:
-        os.environ[CUTOVER] = str(needed)
+        # Also where this layer does not need it: a later one may, and the variable is read once.
+        os.environ[CUTOVER] = str(max(needed, DECODE_TOKENS * _MOST_ROUTES))
         return ""
     if not asked.isdecimal() or int(asked) < needed:
         return f"{CUTOVER}={asked} keeps static from {needed} rows of decode, which sum in bf16"
     return ""
+
+
+def narrowed(contract: KernelContract, accumulate: Accumulate) -> KernelContract:
+    """The contract as the dispatch behaves under these choices."""
+    if accumulate is Accumulate.FP32 and sums_in_fp32(contract):
+        return contract.without(KernelFamily.MICRO)
+    return contract

@@ -22,7 +22,12 @@ from typing import Any
 
 from trtllm_b12x_fix.emulator.contract import KernelContract
 from trtllm_b12x_fix.errors import B12xFixError, UnsupportedVersionError
-from trtllm_b12x_fix.integrations.b12x_dispatch import DispatchHold, changes_for, widen_static
+from trtllm_b12x_fix.integrations.b12x_dispatch import (
+    DispatchHold,
+    changes_for,
+    narrowed,
+    widen_static,
+)
 from trtllm_b12x_fix.integrations.flashinfer import installed_contract
 from trtllm_b12x_fix.integrations.trtllm_contract import LayerView, layer_name
 from trtllm_b12x_fix.integrations.trtllm_decode import (
@@ -205,7 +210,8 @@ class Process:
         if wanted is not None and self._verified >= wanted:
             return
         self._verified += 1
-        verification = verify_layer(module, outcome, self.contract)
+        contract = narrowed(self.contract, self.settings.accumulate)
+        verification = verify_layer(module, outcome, contract)
         self.reporter.verified(verification)
         if verification.failed:
             raise VerificationError(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from trtllm_b12x_fix.errors import ScaleError, UnsupportedVersionError
+from trtllm_b12x_fix.formats.e4m3 import NAN_BYTES
 from trtllm_b12x_fix.layer import Activation
 
 #: Keys of ``_b12x_weights`` in every state of TensorRT-LLM that bakes.
@@ -325,13 +326,12 @@ def _check_usable(name: str, what: str, values: Tensor) -> None:
 
 
 def _check_block_scales(name: str, what: str, scales: Tensor) -> None:
-    # As signed bytes, negative scales and 0xFF are below zero and 0x7F is the maximum: no
-    # temporary of the scales' size is needed.
-    signed = scales.view(torch.int8).flatten(1)
-    low, high = signed.aminmax(dim=1)
-    bad = ((low < 0) | (high == 127)).nonzero().flatten().tolist()
+    # 0x7F is NaN and all bytes above are negative or NaN, so one maximum for each expert tells,
+    # with no temporary of the scales' size.
+    largest = scales.view(torch.uint8).flatten(1).amax(dim=1)
+    bad = (largest >= NAN_BYTES[0]).nonzero().flatten().tolist()
     if bad:
-        word = "negative or NaN" if bool((low < 0).any()) else "NaN"
+        word = "NaN" if int(largest[bad[0]]) in NAN_BYTES else "negative or NaN"
         raise ScaleError(
             f"{name}, expert {bad[0]}: {what} has a block scale that is {word} ({len(bad)} of "
             f"{scales.shape[0]} experts): the checkpoint is damaged"
