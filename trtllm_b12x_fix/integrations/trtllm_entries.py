@@ -33,7 +33,16 @@ class ScaleState(enum.Enum):
 
 
 def scale_state(view: LayerView) -> ScaleState:
-    """By their bytes, of the first and the last expert and both projections."""
+    """By their bytes: one tile of rows of the first and the last expert, both projections.
+
+    Raises:
+        ContractError: the wrapper's layout of block scales is not the one known.
+    """
+    for key, scales in (
+        ("w1_weight_sf", view.w1_block_scale),
+        ("w2_weight_sf", view.w2_block_scale),
+    ):
+        _mma(view, key, scales)
     states = {
         _state(view.entries[key], scales, factor, expert)
         for key, scales, factor in (
@@ -50,9 +59,9 @@ def _state(entry: Tensor, scales: Tensor, factor: Tensor, expert: int) -> ScaleS
     enough to round a tie the other way."""
     if entry.untyped_storage().data_ptr() == scales.untyped_storage().data_ptr():
         return ScaleState.INTACT
-    mine = scales[expert : expert + 1]
+    mine = scales[expert : expert + 1, : scale_layout.ROW_TILE]
     baked = (mine.float() * factor[expert]).to(torch.float8_e4m3fn)
-    handed = _bytes(entry.view(torch.uint8)[..., expert])
+    handed = _bytes(entry.view(torch.uint8)[:, :, :1, ..., expert])
     # Baked first: where both agree (weight_scale_2 of 1), replacing changes nothing.
     for state, expected in ((ScaleState.BAKED, baked), (ScaleState.INTACT, mine)):
         if torch.equal(handed, _bytes(scale_layout.to_mma(expected.view(torch.uint8))[..., 0])):
