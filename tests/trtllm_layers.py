@@ -227,6 +227,7 @@ class Method:
     misbehaviour: Misbehaviour = Misbehaviour.NONE
     top_k: int = TOP_K
     told: int | None = None
+    knows_w4a16: bool = True
     #: Static's band as FlashInfer would have read it when the wrapper was made.
     bands: list[str | None] = field(default_factory=list)
 
@@ -235,6 +236,9 @@ class Method:
         module._b12x_weights = entries_of(module, self.upstream)
         if self.carries:
             add_carrier(module)
+        if self.knows_w4a16 and module.quant_config.quant_algo.name == "W4A16_NVFP4":
+            module._b12x_weights = entries_of(module, Upstream.INTACT_VIEW)
+            module._b12x_weights["fc2_input_scale"] = None
         separate = self.contract.input_scale is InputScaleArgument.SEPARATE
         kind = SeparateWrapper if separate else FoldedWrapper
         gated = module.w3_w1_weight.shape[1] > module.w2_weight.shape[2] * 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+import trtllm_b12x_fix
 from trtllm_b12x_fix.integrations import tensorrt_llm
 from trtllm_b12x_fix.integrations.targets import TARGET_MODULES
 from trtllm_b12x_fix.settings import Settings
@@ -18,3 +19,8 @@ def install() -> None:
             continue
         for patch in tensorrt_llm.on_import(module, Settings.from_environment()).patches:
             patch.install()
+
+
+def hook() -> None:
+    """Switch the fix on as a launch script does; the patch comes with the import."""
+    trtllm_b12x_fix.apply()

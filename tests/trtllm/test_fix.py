@@ -6,6 +6,7 @@ returns must be the emulated repaired arm bit for bit, and CUTLASS must see what
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tests.trtllm.test_stand_in import (
     needs_flashinfer,
     run_worker,
 )
+from trtllm_b12x_fix import cli
 from trtllm_b12x_fix.emulator import moe
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.emulator.contract import (
@@ -57,7 +59,13 @@ class FixedRun:
         return ERAS.get(self.version, list(Era))
 
 
-def run(version: str, folder: Path, eras: list[Era], everything: dict[str, dict]) -> FixedRun:
+def run(
+    version: str,
+    folder: Path,
+    eras: list[Era],
+    everything: dict[str, dict],
+    setup: str = SETUP,
+) -> FixedRun:
     parts = []
     for era in eras:
         stand_in = folder / era.name
@@ -65,7 +73,7 @@ def run(version: str, folder: Path, eras: list[Era], everything: dict[str, dict]
         write_stand_in(stand_in, era)
         part = {"era": era.name, "stand_in": str(stand_in), "jobs": list(everything.values())}
         parts.append(part)
-    results = run_worker(version, parts, folder, SETUP)
+    results = run_worker(version, parts, folder, setup)
     return FixedRun(
         version,
         {
@@ -302,3 +310,31 @@ def test_what_the_environment_makes_impossible_is_refused(
         monkeypatch.setenv(name, value)
     ran = run(version, tmp_path, [Era.MODULES_TRANSFORM], {"silu": jobs()["silu"]})
     assert words in ran.records[Era.MODULES_TRANSFORM, "silu"]["error"]
+
+
+# ---- as a user switches it on
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("era", [Era.MOE_LEAVES, Era.MODULES_POST_LOAD])
+def test_the_import_hook_leads_to_the_same_repair(oracle_dir, tmp_path, monkeypatch, capsys, era):
+    """apply() before anything of TensorRT-LLM is imported; status tells what was done."""
+    version = "0.7.4"
+    oracle_dir(f"flashinfer-{version}")
+    oracle_dir("flashinfer-deps")
+    monkeypatch.delenv("TRTLLM_B12X_FIX", raising=False)
+    monkeypatch.setenv("TRTLLM_B12X_FIX_LEDGER", str(tmp_path / "ledger"))
+    some = {name: jobs()[name] for name in ("relu2", "silu", "w4a16")}
+    ran = run(version, tmp_path, [era], some, "tests.trtllm.fixed:hook")
+    for activation in Activation:
+        record = ran.records[era, activation.value]
+        for place, tokens in enumerate(DECODE):
+            _, output = expected(ran, record, LAYERS[activation], tokens)
+            assert torch.equal(record["cases"][place]["output"], output)
+    assert cli.main(["status", "--json", "-"]) == 0  # it has ended, so nothing can be wrong
+    (process,) = json.loads(capsys.readouterr().out)["processes"]
+    record = process["record"]
+    baked_w4a16 = not era.value.tensor_sizes  # older versions know no W4A16 and bake it, too
+    assert record["layers"] == ({"alphas": 3} if baked_w4a16 else {"alphas": 2, "unchanged": 1})
+    assert record["checks"]["counts"] == {"passed": 1}
+    assert record["bytes_freed"] > 0

@@ -1192,3 +1192,11 @@ def test_a_plan_that_is_installed_repairs_a_layer(bench, installed_version):
     finally:
         patch.undo()
     assert "input_global_scale" in module._b12x_weights
+
+
+def test_a_version_that_does_not_know_w4a16_bakes_it_and_is_repaired(bench):
+    """The format's name is no evidence: what upstream prepared is."""
+    module = make_module(quant_algo="W4A16_NVFP4")
+    prepared_like_nvfp4 = bench.prepare(module, method=bench.method(knows_w4a16=False))
+    assert prepared_like_nvfp4._b12x_weights["fc2_input_scale"] is not None
+    assert "input_global_scale" in prepared_like_nvfp4._b12x_weights

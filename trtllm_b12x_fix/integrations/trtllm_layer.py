@@ -105,10 +105,17 @@ def repair_layer(
 
 
 def is_weight_only(module: Any) -> bool:
-    """Whether the layer runs W4A16, whose block scales upstream leaves alone."""
+    """Whether the layer runs W4A16, whose block scales upstream leaves alone.
+
+    Not by the name of the format alone: versions that do not know it bake it like any other. What
+    upstream prepared as W4A16 has no scale for FC2's input.
+    """
     config = getattr(module, "quant_config", None)
     algorithm = getattr(config, "quant_algo", None)
-    return getattr(algorithm, "name", str(algorithm)) == "W4A16_NVFP4"
+    named = getattr(algorithm, "name", str(algorithm)) == "W4A16_NVFP4"
+    entries = getattr(module, "_b12x_weights", None)
+    prepared = isinstance(entries, dict) and entries.get("fc2_input_scale") is not None
+    return named and not prepared
 
 
 def choose_strategy(
