@@ -78,7 +78,7 @@ def modelopt(activation: Activation, experts: int = EXPERTS) -> dict[str, Tensor
 
     tensors: dict[str, Tensor] = {}
     for expert in range(experts):
-        for number, linear in enumerate(linear_names(activation)):
+        for linear in linear_names(activation):
             down = linear == "down_proj"
             rows, columns = (HIDDEN, INTERMEDIATE) if down else (INTERMEDIATE, HIDDEN)
             base = f"{PREFIX}.{expert}.{linear}"
@@ -87,7 +87,8 @@ def modelopt(activation: Activation, experts: int = EXPERTS) -> dict[str, Tensor
             tensors[f"{base}.weight_scale"] = scales.view(torch.float8_e4m3fn)
             # gate and up share one, as ModelOpt exports them
             tensors[f"{base}.weight_scale_2"] = torch.tensor(2.0 ** -(10 + 4 * down + expert))
-            tensors[f"{base}.input_scale"] = torch.tensor(2.0 ** (number - 2 * expert))
+            # gate and up read one input
+            tensors[f"{base}.input_scale"] = torch.tensor(2.0 ** (3 * down - 2 * expert))
     return tensors
 
 
@@ -231,7 +232,9 @@ def test_gate_and_up_with_different_weight_scale_2_are_a_finding(tmp_path):
     (finding,) = loaded.findings
     assert (finding.code, finding.severity) == ("gate-up-scales-differ", Severity.DAMAGE)
     assert (finding.layer, finding.expert, finding.file) == (PREFIX, 1, FILE)
-    assert finding.tensor == f"{PREFIX}.1.gate_proj"  # the smaller one is read too large
+    assert (
+        finding.tensor == f"{PREFIX}.1.gate_proj.weight_scale_2"
+    )  # the smaller one is read too large
     for text in ("weight_scale_2", "gate_proj", "up_proj", "0.00012207", "4 times too large"):
         assert text in finding.message
     # As TensorRT-LLM loads it: the larger for both.
@@ -246,7 +249,11 @@ def test_zero_scales_over_weights_are_a_finding(tmp_path):
     tensors[f"{name}.weight_scale"] = scales.view(torch.float8_e4m3fn)
     tensors[f"{name}.weight"][3, 8:16] = 0x11
     (finding,) = load_all(tmp_path, tensors, Activation.RELU2).findings
-    assert (finding.code, finding.tensor, finding.expert) == ("zero-scale-over-weights", name, 2)
+    assert (finding.code, finding.tensor, finding.expert) == (
+        "zero-scale-over-weights",
+        f"{name}.weight_scale",
+        2,
+    )
     assert finding.message.startswith("1 of ")
 
 

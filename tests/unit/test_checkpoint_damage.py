@@ -130,13 +130,13 @@ def constant(value: float) -> Callable[[Tensor], Tensor]:
 
 USELESS = {"nan": float("nan"), "inf": float("inf"), "0.0": 0.0, "-1.5": -1.5}
 DAMAGES = {
-    "weight dtype": Damage("weight", lambda t: t.view(torch.int8), InputError, "torch.int8"),
+    "weight dtype": Damage("weight", lambda t: t.view(torch.int8), InputError, "got I8"),
     "weight rows": Damage("weight", lambda t: t[:-1], ShapeError, "needs"),
     "weight columns": Damage("weight", lambda t: t[:, :-1], ShapeError, "multiple of 16"),
     "weight flat": Damage("weight", lambda t: t.flatten(), ShapeError, "rows, columns / 2"),
-    "scale dtype": Damage("weight_scale", lambda t: t.float(), InputError, "torch.float32"),
+    "scale dtype": Damage("weight_scale", lambda t: t.float(), InputError, "is F32"),
     "scale e5m2": Damage(
-        "weight_scale", lambda t: t.to(torch.float8_e5m2), InputError, "torch.float8_e5m2"
+        "weight_scale", lambda t: t.to(torch.float8_e5m2), InputError, "is F8_E5M2"
     ),
     "scale shape": Damage("weight_scale", lambda t: t[:, :1], ShapeError, "got"),
     "scale turned": Damage("weight_scale", lambda t: t.t(), ShapeError, "got"),
@@ -228,12 +228,12 @@ def test_a_shard_that_is_a_pickle(tmp_path):
 # ---- findings
 
 
-def found(folder: Path, code: str, name: str, projection: str) -> Finding:
+def found(folder: Path, code: str, name: str) -> Finding:
     """The one finding, with its place; the command ends with exit code 1 and shows it."""
     (finding,) = check(folder)
     assert (finding.code, finding.severity) == (code, Severity.DAMAGE)
     assert (finding.layer, finding.expert) == (PREFIX, EXPERT)
-    assert (finding.file, finding.tensor) == (shard_of(name), f"{PREFIX}.{EXPERT}.{projection}")
+    assert (finding.file, finding.tensor) == (shard_of(name), name)
     status, out = command(folder)
     assert status == 1
     (shown,) = json.loads(out)["findings"]
@@ -248,7 +248,7 @@ def test_zero_scales_over_weights(tmp_path, projection):
     scales = tensors[name].view(torch.uint8).clone()
     scales[3, 1] = 0
     tensors[name] = scales.view(FLOAT8)
-    finding = found(write(tmp_path, tensors), "zero-scale-over-weights", name, projection)
+    finding = found(write(tmp_path, tensors), "zero-scale-over-weights", name)
     assert finding.message.startswith(f"1 of {scales.numel()} ")
 
 
@@ -269,16 +269,56 @@ def test_gate_and_up_scales_that_differ(tmp_path, smaller, larger):
     tensors = sound()
     name = tensor(smaller, "weight_scale_2")
     tensors[name] = tensors[name] / 3
-    scale = tensor(smaller, "weight_scale")
-    finding = found(write(tmp_path, tensors), "gate-up-scales-differ", scale, smaller)
+    finding = found(write(tmp_path, tensors), "gate-up-scales-differ", name)
     for text in ("weight_scale_2", smaller, larger, "3 times too large"):
         assert text in finding.message
 
 
-def test_gate_and_up_input_scales_may_differ(tmp_path):
+def test_scales_that_differ_by_a_rounding_are_a_note(tmp_path):
     tensors = sound()
-    tensors[tensor("gate_proj", "input_scale")] = torch.tensor(2.0**-10)
+    name = tensor("gate_proj", "weight_scale_2")
+    tensors[name] = torch.nextafter(tensors[name], torch.tensor(0.0))
+    (finding,) = check(write(tmp_path, tensors))
+    assert (finding.code, finding.severity) == ("gate-up-scales-differ", Severity.NOTE)
+    assert finding.tensor == name
+    for text in ("3.05175781e-05", "3.05175763e-05", "1.00000006 times"):
+        assert text in finding.message
+
+
+def test_gate_and_up_input_scales_that_differ_are_a_note(tmp_path):
+    tensors = sound()
+    name = tensor("gate_proj", "input_scale")
+    tensors[name] = torch.tensor(2.0**-10)
+    (finding,) = check(write(tmp_path, tensors))
+    assert (finding.code, finding.severity) == ("input-scales-differ", Severity.NOTE)
+    assert (finding.expert, finding.tensor, finding.file) == (EXPERT, name, shard_of(name))
+    for text in ("1 of 4 experts differ", "TensorRT-LLM asserts", "0.0009765625", "0.001953125"):
+        assert text in finding.message
+
+
+@pytest.mark.parametrize("factor", [1 / 200, 200.0])
+def test_an_input_scale_far_from_all_others_is_a_note(tmp_path, factor):
+    tensors = sound()
+    name = tensor("down_proj", "input_scale")
+    tensors[name] = tensors[name] * factor
+    (finding,) = check(write(tmp_path, tensors))
+    assert (finding.code, finding.severity) == ("input-scales-differ", Severity.NOTE)
+    assert (finding.expert, finding.tensor) == (EXPERT, name)
+    assert "1 of 4 experts are more than 100 times off" in finding.message
+    tensors[name] = sound()[name] * factor**0.5
     assert check(write(tmp_path, tensors)) == ()
+
+
+def test_findings_are_shown_where_there_is_nothing_to_compare(tmp_path):
+    """All scales zero: the exact output is zero, and the findings say why."""
+    tensors = sound()
+    for name in tensors:
+        if name.endswith("down_proj.weight_scale"):
+            tensors[name] = torch.zeros(64, 2).to(FLOAT8)
+    code, out = command(write(tmp_path, tensors))
+    assert code == 2
+    for text in ("exact output is zero", tensor("down_proj", "weight_scale"), "lost in the file"):
+        assert text in out
 
 
 @pytest.mark.parametrize("projection", ["gate_proj"])
@@ -298,6 +338,6 @@ def test_swizzled_scales_of_the_same_size(tmp_path, projection):
     (finding,) = findings(tmp_path / "swizzled")
     assert (finding.code, finding.severity) == ("scales-look-swizzled", Severity.DAMAGE)
     assert (finding.expert, finding.file) == (3, "model.safetensors")
-    assert finding.tensor == name.removesuffix(".weight_scale")
+    assert finding.tensor == name
     assert finding.layer == name.partition(".3.")[0]
     assert "128x4" in finding.message

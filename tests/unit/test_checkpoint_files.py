@@ -23,15 +23,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.checkpoints import QWEN, entry, experts, raw, router, save, write_index
+from tests.checkpoints import QWEN, entry, experts, raw, router, save, shard_names, write_index
+from trtllm_b12x_fix import cli
 from trtllm_b12x_fix.checkpoint import files
 from trtllm_b12x_fix.checkpoint.assemble import load_experts
 from trtllm_b12x_fix.checkpoint.discovery import discover
 from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
 from trtllm_b12x_fix.checkpoint.findings import Severity
+from trtllm_b12x_fix.checkpoint.header import shown
 from trtllm_b12x_fix.errors import B12xFixError, InputError
 from trtllm_b12x_fix.layer import Activation
 from trtllm_b12x_fix.layer_check.from_checkpoint import Request, load
+from trtllm_b12x_fix.report import listing
 
 INDEX = "model.safetensors.index.json"
 CONFIG = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "hidden_act": "silu"}
@@ -320,7 +323,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path, shard):
 def test_a_shard_name_that_the_system_refuses_is_a_missing_shard(tmp_path, shard):
     write_index(tmp_path, {"a": shard})
     (finding,) = open_checkpoint(tmp_path).findings
-    assert (finding.code, finding.file) == ("missing-shard", shard)
+    assert (finding.code, finding.file) == ("missing-shard", shown(shard))
 
 
 @pytest.mark.parametrize("name", ["model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
@@ -375,7 +378,178 @@ def test_a_huge_index_or_config_is_not_read(tmp_path, name):
     assert peak < 1_000_000
 
 
+# ---- one shard of several
+
+
+def two_shards(folder: Path) -> Path:
+    """Layer 0 wholly in the first shard, the codes of layer 1's last expert in the second."""
+    second = experts(QWEN.format(1))
+    parts: list[dict[str, torch.Tensor]] = [tensors(), {}]
+    for name, tensor in second.items():
+        parts[".3." in name and name.endswith(".weight")][name] = tensor
+    for name, part in zip(shard_names(2), parts, strict=True):
+        save_file(part, folder / name)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    files = zip(shard_names(2), parts, strict=True)
+    write_index(folder, {t: name for name, part in files for t in part})
+    return folder / shard_names(2)[0]
+
+
+def test_one_shard_of_several_says_so(tmp_path, capsys):
+    shard = two_shards(tmp_path)
+    (finding,) = load(request(shard)).findings
+    assert (finding.code, finding.severity) == ("one-shard-of-several", Severity.NOTE)
+    for text in (INDEX, " 3 more tensors", shard.name):
+        assert text in finding.message
+    with pytest.raises(InputError) as error:
+        load(replace(request(shard), layer="1", experts=(0, 1)))
+    for text in (shard.name, QWEN.format(1), shard_names(2)[1], "name the folder or its index"):
+        assert text in str(error.value)
+    assert load(replace(request(tmp_path), layer="1")).findings == ()
+    assert cli.main(["check-layer", "--checkpoint", str(shard), "--list"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[2:4]
+    assert first.endswith(QWEN.format(0))
+    assert second.endswith("(partly in other shards)")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_without_an_index_the_names_say_that_there_are_more(tmp_path, folder):
+    shard = two_shards(tmp_path)
+    (tmp_path / INDEX).unlink()
+    assert open_checkpoint(tmp_path).findings == []
+    (tmp_path / shard_names(2)[1]).unlink()
+    (finding,) = open_checkpoint(tmp_path if folder else shard).findings
+    assert (finding.code, finding.file) == ("one-shard-of-several", shard.name)
+    assert "1 of 2 shards" in finding.message
+
+
+# ---- copies of a tensor
+
+
+@pytest.mark.parametrize("name", ["stray.safetensors", "model-00002-of-00002.safetensors"])
+def test_a_copy_in_a_file_that_does_not_count_is_a_note(tmp_path, name):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / name)
+    weight_map = {"a": "model-00001-of-00002.safetensors"}
+    write_index(tmp_path, weight_map if name.startswith("stray") else weight_map | {"b": name})
+    (finding,) = open_checkpoint(tmp_path).findings
+    assert (finding.code, finding.severity) == ("tensor-in-two-files", Severity.NOTE)
+    assert (finding.file, finding.tensor) == (name, "a")
+    assert "model-00001-of-00002.safetensors" in finding.message
+
+
+def test_a_stray_file_that_cannot_be_read_is_left_alone(tmp_path):
+    save(tmp_path, tensors(), index=True)
+    (tmp_path / "partial.safetensors").write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert open_checkpoint(tmp_path).findings == []
+
+
 # ---- the config
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_config_that_is_no_file_is_not_called_absent(tmp_path, kind):
+    save(tmp_path, tensors())
+    path = tmp_path / "config.json"
+    make = {"link": lambda: path.symlink_to("gone"), "folder": path.mkdir}
+    make.get(kind, lambda: os.mkfifo(path))()
+    refused(tmp_path, "config.json", "not a config")
+
+
+def test_a_byte_order_mark_in_a_config_names_the_file(tmp_path):
+    save(tmp_path, tensors())
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf{}")
+    refused(tmp_path, "config.json: not JSON", "BOM")
+
+
+# ---- names of files
+
+
+def test_what_macos_leaves_beside_files_is_ignored(tmp_path):
+    save(tmp_path, tensors())
+    for name in ("._model.safetensors", f"._{INDEX}"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    assert same(read_all(open_checkpoint(tmp_path)), tensors())
+
+
+def test_a_folder_of_the_hubs_cache_says_where_to_look(tmp_path):
+    (tmp_path / "models--o--m" / "snapshots" / "abc").mkdir(parents=True)
+    refused(tmp_path / "models--o--m", "snapshots")
+
+
+def test_a_file_name_that_is_not_utf8_leaves_json_valid(tmp_path):
+    folder = save(tmp_path / os.fsdecode(b"m\xff"), tensors())
+    checkpoint = open_checkpoint(folder)
+    # First what a failure can show: pytest's own report cannot hold half a character either.
+    assert checkpoint.name.isascii()
+    assert checkpoint.name == "m\\udcff"
+    text = listing.to_json(discover(checkpoint), checkpoint)
+    assert json.loads(text)["source"].isascii()
+
+
+def test_a_file_that_shrinks_while_it_is_open_is_an_error(tmp_path):
+    """Reading what was cut off would kill the process with SIGBUS."""
+    folder = save(tmp_path, tensors())
+    checkpoint = open_checkpoint(folder)
+    names = list(tensors())
+    checkpoint.get(names[0])
+    os.truncate(folder / "model.safetensors", 100)
+    for use in (checkpoint.get, lambda name: checkpoint.get_row(name, 0)):
+        with pytest.raises(InputError, match=r"model\.safetensors: .*100; it must not change"):
+            use(names[1])
+
+
+# ---- reports
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "x.safetensors", "link.svg"])
+def test_a_report_does_not_take_the_place_of_what_is_read(tmp_path, capsys, option, name):
+    save(tmp_path / "c", tensors(), config=CONFIG)
+    save_file({"x": torch.ones(4, 64)}, tmp_path / "x.safetensors")
+    (tmp_path / "c" / "link.svg").symlink_to("model.safetensors")
+    target = tmp_path / name if name.startswith("x") else tmp_path / "c" / name
+    before = target.read_bytes()
+    arguments = ["check-layer", "--checkpoint", str(tmp_path / "c"), "--layer", "0", "--rows", "1"]
+    arguments += ["--inputs", f"{tmp_path / 'x.safetensors'}:x", option, str(target)]
+    assert cli.main(arguments) == 2
+    assert "which is read" in capsys.readouterr().err
+    assert target.read_bytes() == before
+
+
+def test_a_report_may_take_the_place_of_the_last_one(tmp_path, capsys):
+    save(tmp_path, tensors(), config=CONFIG)
+    (tmp_path / "report.json").write_text("old")
+    arguments = ["check-layer", "--checkpoint", str(tmp_path), "--list"]
+    assert cli.main([*arguments, "--json", str(tmp_path / "report.json")]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "good"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--layer", "0"),
+        ("--experts", "0-1"),
+        ("--inputs", "x.safetensors"),
+        ("--top-k", "2"),
+        ("--activations", "silu"),
+        ("--gate", "fix:1"),
+        ("--plot", "x.svg"),
+        ("--arms", "fix"),
+        ("--rows", "1"),
+        ("--kernel", "static"),
+        ("--flashinfer", "0.6.18"),
+        ("--seed", "1"),
+        ("--device", "cpu"),
+        ("--input-scales", "file"),
+        ("--real-kernels", "off"),
+    ],
+)
+def test_a_list_takes_no_options_of_a_check(tmp_path, capsys, option):
+    save(tmp_path, tensors(), config=CONFIG)
+    assert cli.main(["check-layer", "--checkpoint", str(tmp_path), "--list", *option]) == 2
+    assert f"{option[0]} and --list" in capsys.readouterr().err
 
 
 def test_without_a_config_there_is_an_empty_one(tmp_path):
@@ -409,7 +583,8 @@ def test_without_a_config_top_k_must_be_given(tmp_path):
     ],
 )
 def test_a_config_value_that_makes_no_sense_is_named(tmp_path, key, value):
-    save(tmp_path, tensors(), config=CONFIG | {key: value})
+    groups = {"model_type": "glm4_moe"} if key in ("n_group", "topk_group") else {}
+    save(tmp_path, tensors(), config=CONFIG | groups | {key: value})
     with pytest.raises(InputError) as error:
         load(request(tmp_path))
     known = {"num_experts_per_tok": "top-k", "hidden_act": "config.json"}

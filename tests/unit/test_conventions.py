@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trtllm_b12x_fix.checkpoint.conventions import Dialect, QuantizedLinear, detect, read_linear
+from trtllm_b12x_fix.checkpoint.conventions import Dialect, detect
+from trtllm_b12x_fix.checkpoint.matrices import QuantizedLinear, read_linear
 from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
 from trtllm_b12x_fix.errors import B12xFixError, InputError, ScaleError, ShapeError
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints import EXPERTS, GATED, HIDDEN, INTERMEDIATE, QWEN, UNGATED, experts, save
+from tests.checkpoints import (
+    EXPERTS,
+    GATED,
+    HIDDEN,
+    INTERMEDIATE,
+    QWEN,
+    UNGATED,
+    experts,
+    raw,
+    save,
+    write_index,
+)
+from tests.checkpoints import entry as entry_of
 from trtllm_b12x_fix import cli
 from trtllm_b12x_fix.checkpoint.assemble import load_experts
 from trtllm_b12x_fix.checkpoint.discovery import discover
 from trtllm_b12x_fix.checkpoint.files import open_checkpoint
+from trtllm_b12x_fix.checkpoint.findings import Severity
 from trtllm_b12x_fix.checkpoint.layers import (
     LayerEntry,
     Layers,
@@ -45,6 +59,12 @@ FAMILIES = [
     ("model.mtp.layers.1.mlp.experts", GATED, 1, Stack.SIDE),
     (DEEPSEEK_MTP, GATED, 61, Stack.MODEL),
     ("vision_tower.blocks.3.mlp.experts", GATED, 3, Stack.SIDE),
+    ("audio_tower.layers.3.mlp.experts", GATED, 3, Stack.SIDE),
+    ("model.mtp_layers.0.mlp.experts", GATED, None, Stack.SIDE),
+    ("mtp_block.layers.0.mlp.experts", GATED, 0, Stack.SIDE),
+    ("eagle3.layers.0.mlp.experts", GATED, 0, Stack.SIDE),
+    ("draft_model.layers.2.mlp.experts", GATED, 2, Stack.SIDE),
+    ("model.nextn_predict_layers.0.mlp.experts", GATED, None, Stack.SIDE),
     ("experts", GATED, None, Stack.MODEL),
 ]
 
@@ -235,9 +255,12 @@ def test_a_layer_is_chosen_by_number_or_prefix(tmp_path, wanted, prefix):
     assert choose(there, wanted, "name").prefix == prefix
 
 
-def test_a_number_may_mean_a_side_stack_where_nothing_else_has_it(tmp_path):
+def test_a_number_never_means_a_side_stack(tmp_path):
+    """A model without experts in block 0, such as DeepSeek's, and a predictor 0 beside it."""
     there = entries(QWEN.format(1), "mtp.layers.0.mlp.experts", folder=tmp_path)
-    assert choose(there, "0", "name").prefix == "mtp.layers.0.mlp.experts"
+    with pytest.raises(InputError, match=r"no MoE layer 0; .*mtp\.layers\.0.*name the prefix"):
+        choose(there, "0", "name")
+    assert choose(there, "mtp.layers.0", "name").prefix == "mtp.layers.0.mlp.experts"
 
 
 def test_deepseeks_mtp_layer_is_one_more_block(tmp_path):
@@ -256,6 +279,7 @@ def test_deepseeks_mtp_layer_is_one_more_block(tmp_path):
         ("", ("no MoE layer",)),
         ("-1", ("no MoE layer -1",)),
         ("²", ("no MoE layer",)),
+        ("٠", ("no MoE layer ٠; there are",)),
     ],
 )
 def test_what_is_nothing_or_several_is_named(tmp_path, wanted, words):
@@ -427,6 +451,193 @@ def test_experts_with_a_bias_are_not_what_b12x_computes(tmp_path, bias):
     reason = refused(tmp_path, experts(QWEN.format(0)) | {name: torch.zeros(32)})
     for text in ("model.safetensors", name, "biases"):
         assert text in reason
+
+
+@pytest.mark.parametrize(
+    ("suffix", "word"),
+    [("pre_quant_scale", "AWQ"), ("weight_zero_point", "zero point"), ("weight_g_idx", "order")],
+)
+@pytest.mark.parametrize("where", ["3.up_proj.", "0.down_proj."])
+def test_tensors_that_change_what_experts_compute_are_refused(tmp_path, where, suffix, word):
+    name = f"{QWEN.format(0)}.{where}{suffix}"
+    reason = refused(tmp_path, experts(QWEN.format(0)) | {name: torch.ones(4)})
+    for text in ("model.safetensors", name, word):
+        assert text in reason
+
+
+@pytest.mark.parametrize("name", ["up_proj_pre_quant_scale", "down_proj_bias"])
+def test_tensors_that_change_what_fused_experts_compute_are_refused(tmp_path, name):
+    assert f"{QWEN.format(0)}.{name}: " in refused(tmp_path, fused(**{name: torch.ones(4)}))
+
+
+@pytest.mark.parametrize("name", ["0.up_proj.strange", "3.down_proj.weight_shape", "1.up_proj_x"])
+def test_unknown_tensors_of_experts_are_a_note(tmp_path, name):
+    tensor = f"{QWEN.format(0)}.{name}"
+    (entry,) = found(tmp_path, experts(QWEN.format(0)) | {tensor: torch.ones(4)})
+    (finding,) = entry.findings
+    assert (finding.code, finding.severity) == ("unknown-expert-tensor", Severity.NOTE)
+    assert (finding.tensor, finding.file) == (tensor, "model.safetensors")
+
+
+def test_unknown_tensors_of_fused_experts_are_a_note(tmp_path):
+    (entry,) = found(tmp_path, fused(gate_up_proj_strange=torch.ones(4)))
+    assert [finding.code for finding in entry.findings] == ["unknown-expert-tensor"]
+
+
+# ---- parts that are lost, copies that contradict each other
+
+
+@pytest.mark.parametrize("lost", [".3.up_proj.", ".gate_proj.", ".3.", "."])
+def test_scales_without_their_codes_are_an_error(tmp_path, lost):
+    """One matrix of the last expert, all gates, the last expert, all of the layer."""
+    tensors = experts(QWEN.format(0))
+    gone = [n for n in tensors if lost in n.removeprefix(QWEN.format(0)) and n.endswith(".weight")]
+    reason = refused(tmp_path, {n: t for n, t in tensors.items() if n not in gone})
+    assert f"{min(gone)} is missing" in reason
+    assert f"and {len(gone) - 1} more" in reason or len(gone) == 1
+    assert "is in model.safetensors" in reason
+
+
+def test_codes_without_block_scales_are_an_error_though_all_lack_them(tmp_path):
+    tensors = experts(QWEN.format(0))
+    kept = {n: t for n, t in tensors.items() if not n.endswith(".weight_scale")}
+    reason = refused(tmp_path, kept)
+    name = f"{QWEN.format(0)}.0.down_proj"
+    assert f"{name}.weight is in model.safetensors, {name}.weight_scale is missing" in reason
+
+
+def test_an_expert_of_a_long_number_is_not_dropped(tmp_path):
+    prefix = QWEN.format(0)
+    for number in ("0000003", "1234567", "9" * 5000):
+        spelled = {n.replace(f"{prefix}.3.", f"{prefix}.{number}."): t for n, t in sound().items()}
+        assert f"{prefix}.{number[:80]}: " in refused(tmp_path, spelled)
+
+
+def sound() -> dict[str, torch.Tensor]:
+    return experts(QWEN.format(0))
+
+
+def test_two_copies_of_one_matrix_are_refused(tmp_path):
+    name = f"{QWEN.format(0)}.2.up_proj.weight"
+    reason = refused(tmp_path, sound() | {f"{name}_packed": sound()[name]})
+    assert f"{name} and {name}_packed are two copies" in reason
+
+
+def test_split_and_fused_experts_of_one_layer_are_refused(tmp_path):
+    reason = refused(tmp_path, sound() | fused())
+    assert "two copies of one layer" in reason
+    assert "down_proj for all experts" in reason
+
+
+def test_two_sets_of_names_in_one_layer_are_refused(tmp_path):
+    reason = refused(tmp_path, sound() | experts(QWEN.format(0), MIXTRAL))
+    assert "down_proj and w1 are two copies of one layer" in reason
+
+
+def test_experts_in_two_dialects_are_a_note(tmp_path):
+    tensors = {}
+    names = {".weight": ".weight_packed", "weight_scale_2": "weight_global_scale"}
+    for name, tensor in sound().items():
+        if ".1." in name.removeprefix("model.layers."):
+            for old, new in {**names, "input_scale": "input_global_scale"}.items():
+                name = name.removesuffix(old) + new if name.endswith(old) else name
+        tensors[name] = tensor
+    (entry,) = found(tmp_path, tensors)
+    (finding,) = entry.findings
+    assert (finding.code, finding.severity) == ("mixed-dialects", Severity.NOTE)
+
+
+def test_fused_matrices_of_different_counts_are_refused(tmp_path):
+    base = f"{QWEN.format(0)}.down_proj"
+    tensors = fused()
+    for name in (base, f"{base}_weight_scale"):
+        tensors[name] = tensors[name][:3].clone()
+    assert f"{base} has 3 experts" in refused(tmp_path, tensors)
+
+
+# ---- other formats with the same names
+
+
+def other_format(
+    codes: torch.Tensor, scales: torch.Tensor, packed: str = "weight"
+) -> dict[str, torch.Tensor]:
+    return {
+        f"{QWEN.format(0)}.{expert}.{name}.{short}": tensor.clone()
+        for expert in range(2)
+        for name in GATED
+        for short, tensor in ((packed, codes), ("weight_scale", scales))
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "packed"),
+    [
+        (torch.int8, torch.ones(32, 1), "weight"),
+        (torch.int32, torch.ones(32, 4).bfloat16(), "weight_packed"),
+        (torch.uint8, torch.ones(32, 4).bfloat16(), "weight"),
+        (torch.uint8, torch.ones(32, 1), "weight"),
+    ],
+)
+def test_int8_and_int4_experts_are_not_nvfp4(tmp_path, dtype, scale, packed):
+    codes = torch.zeros(32, 32, dtype=dtype)
+    assert found(tmp_path, other_format(codes, scale, packed)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float4_e2m1fn_x2])
+def test_nvfp4_scales_over_codes_of_another_dtype_are_unusable(tmp_path, dtype):
+    codes = torch.zeros(32, 32, dtype=torch.uint8).view(dtype)
+    reason = refused(tmp_path, other_format(codes, torch.ones(32, 4).to(torch.float8_e4m3fn)))
+    assert "experts.0.down_proj.weight must hold packed FP4 as U8, got " in reason
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("name", ["a\nb.layers.0.mlp.experts", "layers.0.\nmlp.experts"])
+def test_a_line_break_in_a_name_hides_no_layer(tmp_path, name):
+    (entry,) = found(tmp_path, experts(name))
+    assert (entry.prefix, entry.number) == (name, 0)
+
+
+@pytest.mark.parametrize("tail", ["\n", ".0\n"])
+def test_a_name_that_goes_on_after_a_line_break_is_another(tmp_path, tail):
+    name = f"{QWEN.format(0)}.0.up_proj.weight{tail}"
+    (entry,) = found(tmp_path, sound() | {name: torch.ones(4)})
+    assert [finding.tensor for finding in entry.findings] == [name]
+
+
+def test_digits_of_other_scripts_are_no_numbers(tmp_path):
+    arabic = {n.replace(".experts.3.", ".experts.٣."): t for n, t in sound().items()}
+    (entry,) = found(tmp_path, arabic)
+    assert entry.experts == 3
+
+
+def test_many_layers_take_no_time(tmp_path):
+    """20,000 blocks, half of them predictors, all with a part in a missing shard."""
+    sizes = {"weight": [16, 8], "weight_scale": [16, 1], "weight_scale_2": [], "input_scale": []}
+    kinds = {"weight": ("U8", 128), "weight_scale": ("F8_E4M3", 16)}
+    header, weight_map, end = {}, {}, 0
+    for number in range(20_000):
+        block = f"model.layers.{number}."
+        for name in UNGATED:
+            for short, shape in sizes.items():
+                tensor = f"{block}mlp.experts.0.{name}.{short}"
+                weight_map[tensor] = "gone.safetensors"
+                if short != "input_scale":
+                    dtype, size = kinds.get(short, ("F32", 4))
+                    header[tensor] = entry_of(dtype, shape, end, end + size)
+                    weight_map[tensor], end = "model.safetensors", end + size
+        if number % 2:
+            weight_map[f"{block}eh_proj.weight"] = "gone.safetensors"
+    (tmp_path / "model.safetensors").write_bytes(raw(header, bytes(end)))
+    write_index(tmp_path, weight_map)
+    checkpoint = open_checkpoint(tmp_path)
+    start = time.perf_counter()
+    layers = discover(checkpoint)
+    assert time.perf_counter() - start < 10
+    assert len(layers.usable) == 20_000
+    assert sum(one.stack is Stack.SIDE for one in layers.usable) == 10_000
+    assert not any(one.present for one in layers.usable)
 
 
 def test_biases_of_experts_in_bf16_are_nobodys_concern(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +27,7 @@ from tests.checkpoints import (
     save,
 )
 from tests.layers import make_inputs, make_layer
+from trtllm_b12x_fix import cli
 from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
 from trtllm_b12x_fix.emulator.reference import intermediate_amax
 from trtllm_b12x_fix.errors import B12xFixError, InputError, ShapeError
@@ -38,6 +41,7 @@ from trtllm_b12x_fix.layer_check.from_checkpoint import (
 )
 
 CONFIG = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "hidden_act": "silu"}
+UNGATED_CONFIG = {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
 PREFIX = QWEN.format(0)
 GATE = f"{PREFIX.removesuffix('experts')}gate.weight"
 BIAS = f"{PREFIX.removesuffix('experts')}gate.e_score_correction_bias"
@@ -74,6 +78,9 @@ def test_routers_of_other_names(tmp_path, name):
     assert "own router" in loaded(tmp_path).subject.inputs
 
 
+SIGMOID = CONFIG | {"model_type": "glm4_moe"}
+
+
 @pytest.mark.parametrize("where", ["gate.", ""])
 def test_a_bias_changes_the_choice_and_not_the_weights(tmp_path, where):
     """MiniMax-M2 keeps it beside the router."""
@@ -81,25 +88,82 @@ def test_a_bias_changes_the_choice_and_not_the_weights(tmp_path, where):
     bias = torch.tensor([9.0, 0.0, 0.0, 9.0])
     tensors = experts(PREFIX) | router(PREFIX)
     tensors[f"{base}{where}e_score_correction_bias"] = bias
-    save(tmp_path, tensors, config=CONFIG | {"scoring_func": "sigmoid"})
+    save(tmp_path, tensors, config=CONFIG | {"model_type": "minimax_m2"})
     subject = loaded(tmp_path).subject
     assert "(sigmoid)" in subject.inputs
     assert "2 of 4 experts read" in subject.layer.source
     torch.testing.assert_close(subject.routing.weights.sum(dim=1), torch.ones(4))
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "nemotron_h", "glm4_moe", "kimi_k2"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "nemotron_h", "glm4_moe", "dots1"])
 def test_model_types_whose_router_is_a_sigmoid(tmp_path, model_type):
-    save(tmp_path, experts(PREFIX) | router(PREFIX), config=CONFIG | {"model_type": model_type})
+    config = CONFIG | {"model_type": model_type, "n_group": 1, "topk_group": 1}
+    save(tmp_path, experts(PREFIX) | router(PREFIX), config=config)
     assert "(sigmoid)" in loaded(tmp_path).subject.inputs
 
 
-@pytest.mark.parametrize(("named", "scoring"), [(None, "sigmoid"), ("softmax", "softmax")])
-def test_a_correction_bias_tells_a_sigmoid_where_the_config_does_not(tmp_path, named, scoring):
-    """A model type of tomorrow: routers with an e_score_correction_bias are sigmoids."""
-    config = CONFIG | {"model_type": "of_tomorrow", "scoring_func": named}
-    save(tmp_path, experts(PREFIX) | router(PREFIX) | {BIAS: torch.zeros(4)}, config=config)
-    assert f"({scoring})" in loaded(tmp_path).subject.inputs
+def routed_at_random(folder: Path, tensors: dict[str, torch.Tensor], config: Any, why: str) -> None:
+    save(folder, experts(PREFIX) | router(PREFIX) | tensors, config=config)
+    assert re.search(rf"random routing \(.*{why}", loaded(folder, top_k=2).subject.inputs)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["phimoe", "lfm2_moe", "ernie4_5_moe", "jamba", "afmoe", "bailing_moe", "kimi_linear", "x"],
+)
+def test_a_model_whose_router_was_not_compared_is_routed_at_random(tmp_path, model_type):
+    config = CONFIG | {"model_type": model_type}
+    routed_at_random(tmp_path, {}, config, f"the routing of '{model_type}' is not emulated")
+
+
+@pytest.mark.parametrize("config", [None, {}, {"num_experts_per_tok": 2}])
+def test_without_a_model_type_routing_is_random(tmp_path, config):
+    routed_at_random(tmp_path, {}, config, "no config.json names the model_type")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "expert_bias",
+        "moe_statics.e_score_correction_bias",
+        "gate.expert_bias",
+        "gate.bias",
+        "gate.e_score_correction_bias",
+        "gate.weight_scale",
+        "router.scale",
+    ],
+)
+def test_a_router_with_another_tensor_is_not_emulated(tmp_path, name):
+    tensor = f"{PREFIX.removesuffix('experts')}{name}"
+    routed_at_random(tmp_path, {tensor: torch.zeros(4)}, CONFIG, f"{re.escape(tensor)} beside")
+
+
+@pytest.mark.parametrize("name", ["shared_experts.up_proj.bias", "shared_expert_gate.weight"])
+def test_tensors_of_shared_experts_are_no_routers(tmp_path, name):
+    tensor = f"{PREFIX.removesuffix('experts')}{name}"
+    save(tmp_path, experts(PREFIX) | router(PREFIX) | {tensor: torch.zeros(4)}, config=CONFIG)
+    assert "own router" in loaded(tmp_path).subject.inputs
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_expert_group": 1}, "num_expert_group"),
+        ({"moe_renormalize": True}, "moe_renormalize"),
+        ({"moe_router_activation_func": "sigmoid"}, "moe_router_activation_func"),
+        ({"scoring_func": "sigmoid"}, "scoring_func sigmoid"),
+        ({"n_group": 2}, "limits or scales"),
+        ({"routed_scaling_factor": 2.5}, "limits or scales"),
+        ({"topk_method": "greedy"}, "topk_method"),
+    ],
+)
+def test_rules_that_the_model_does_not_have_are_not_guessed_at(tmp_path, changes, why):
+    routed_at_random(tmp_path, {}, CONFIG | changes, why)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_router_is_not_read_as_it_is(tmp_path, dtype):
+    routed_at_random(tmp_path, {GATE: torch.zeros(4, HIDDEN).to(dtype)}, CONFIG, "quantized")
 
 
 def test_a_scoring_that_is_not_known_leaves_a_sample_to_check(tmp_path):
@@ -117,6 +181,23 @@ def test_a_sample_that_is_all_experts_goes_through_the_router(tmp_path):
     assert sample.layer.experts == 2
 
 
+@pytest.mark.parametrize(
+    ("prefix", "mark", "words"),
+    [
+        (QWEN.format(61), "model.layers.61.eh_proj.weight", "one more block"),
+        ("mtp.layers.0.mlp.experts", None, "side stack"),
+        (PREFIX, None, ""),
+    ],
+)
+def test_the_report_says_that_a_layer_is_beside_the_models_own(tmp_path, prefix, mark, words):
+    tensors = experts(prefix) | ({mark: torch.zeros(4, 8)} if mark else {})
+    save(tmp_path, tensors, config=CONFIG)
+    layer = "61" if mark else prefix
+    source = loaded(tmp_path, layer=layer).subject.layer.source
+    assert words in source
+    assert bool(words) == ("stack" in source or "one more" in source)
+
+
 def test_a_sampled_expert_that_is_not_there_is_named(tmp_path):
     save(tmp_path, experts(PREFIX), config=CONFIG)
     refused(tmp_path, PREFIX, "experts 0 to 3, not 4", experts=(0, 4))
@@ -128,14 +209,23 @@ def test_more_experts_per_token_than_take_part_are_named(tmp_path):
     refused(tmp_path, "top-k is 9, but only 4", top_k=9)
 
 
-def test_a_latent_moe_routes_at_random_and_says_why(tmp_path):
+@pytest.mark.parametrize("said", ["config", "file", "nowhere"])
+def test_a_latent_moe_routes_at_random_and_says_why(tmp_path, said):
     """As in Nemotron 3 Super: the router sees 4096, the experts work at 1024."""
     prefix = "backbone.layers.1.mixer.experts"
+    gate = "backbone.layers.1.mixer.gate.weight"
     sizes = {"hidden": 1024, "intermediate": 32}
     config = {"model_type": "nemotron_h", "num_experts_per_tok": 2, "mlp_hidden_act": "relu2"}
     config |= {"hidden_size": 4096, "moe_intermediate_size": 32, "n_routed_experts": EXPERTS}
     tensors = experts(prefix, UNGATED, **sizes) | router(prefix, hidden=4096)
-    save(tmp_path, tensors, config=config)
+    save(tmp_path, tensors, config=config | ({"moe_latent_size": 1024} if said == "config" else {}))
+    if said == "nowhere":
+        refused(tmp_path, "model.safetensors", gate, "does not fit", layer="1")
+        return
+    if said == "file":
+        base = prefix.removesuffix("experts")
+        projections = {f"{base}fc{i}_latent_proj.weight": torch.zeros(4, 4) for i in (1, 2)}
+        save(tmp_path, tensors | projections, config=config)
     result = loaded(tmp_path, layer="1")
     reason = "random routing (the router works on 4096, the experts on 1024: a latent MoE)"
     assert reason in result.subject.inputs
@@ -152,7 +242,7 @@ def test_a_latent_moe_routes_at_random_and_says_why(tmp_path):
     [
         (GATE, torch.zeros(3, HIDDEN), ("[4, hidden]", "(3, 64)")),
         (GATE, torch.zeros(4 * HIDDEN), ("[4, hidden]", "(256,)")),
-        (GATE, torch.zeros(4, HIDDEN, dtype=torch.uint8), ("floating", "uint8")),
+        (GATE, torch.zeros(4, HIDDEN, dtype=torch.int64), ("floating", "int64")),
         (GATE, torch.full((4, HIDDEN), float("nan")), ("NaN",)),
         (GATE, torch.full((4, HIDDEN), float("inf")), ("infinity",)),
         (BIAS, torch.zeros(3), ("[4]", "(3,)")),
@@ -162,7 +252,7 @@ def test_a_latent_moe_routes_at_random_and_says_why(tmp_path):
     ],
 )
 def test_a_router_that_cannot_be_used_is_named(tmp_path, name, tensor, words):
-    save(tmp_path, experts(PREFIX) | router(PREFIX) | {name: tensor}, config=CONFIG)
+    save(tmp_path, experts(PREFIX) | router(PREFIX) | {name: tensor}, config=SIGMOID)
     refused(tmp_path, "model.safetensors", name, *words)
 
 
@@ -170,15 +260,28 @@ def test_a_router_that_cannot_be_used_is_named(tmp_path, name, tensor, words):
 
 
 def test_sizes_that_the_config_has_otherwise_are_findings(tmp_path):
-    claims = {"hidden_size": 4096, "moe_intermediate_size": 768, "num_experts": 128}
+    claims = {"hidden_size": 4096, "moe_intermediate_size": 768, "num_experts": 3}
     save(tmp_path, experts(PREFIX) | router(PREFIX), config=CONFIG | claims)
     findings = loaded(tmp_path).findings
     assert {finding.code for finding in findings} == {"config-contradicts-tensors"}
     assert {finding.severity.value for finding in findings} == {"note"}
     assert {(finding.file, finding.layer) for finding in findings} == {("config.json", PREFIX)}
     messages = " ".join(finding.message for finding in findings)
-    for claimed, there in ((4096, HIDDEN), (768, INTERMEDIATE), (128, EXPERTS)):
+    for claimed, there in ((4096, HIDDEN), (768, INTERMEDIATE), (3, EXPERTS)):
         assert f" {claimed}, the experts' tensors have {there}" in messages
+    assert [f.message for f in findings if "latent" in f.message] == [findings[-1].message]
+
+
+@pytest.mark.parametrize("key", ["num_experts", "n_routed_experts", "num_local_experts"])
+def test_a_whole_missing_last_expert_is_damage(tmp_path, key, capsys):
+    save(tmp_path, experts(PREFIX, count=3) | router(PREFIX, count=3), config=CONFIG | {key: 4})
+    (finding,) = loaded(tmp_path).findings
+    assert (finding.code, finding.severity.value) == ("experts-missing", "damage")
+    assert "says experts 4" in finding.message
+    assert "latent" not in finding.message
+    assert cli.main(["check-layer", "--checkpoint", str(tmp_path), "--list", "--json", "-"]) == 1
+    (listed,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (listed["code"], listed["layer"]) == ("experts-missing", PREFIX)
 
 
 def test_sizes_that_agree_are_none(tmp_path):
@@ -239,6 +342,25 @@ def test_recorded_inputs_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(ShapeError, match=rf"\[4, {HIDDEN + 16}\].*{PREFIX} works on {HIDDEN}"):
         loaded(tmp_path / "c", inputs=f"{file}:wide")
     with pytest.raises(InputError, match="hidden_states"):
+        loaded(tmp_path / "c", inputs=str(file))
+
+
+def test_inputs_of_another_kind_are_named(tmp_path):
+    save(tmp_path / "c", experts(PREFIX) | router(PREFIX), config=CONFIG)
+    file = tmp_path / "x.safetensors"
+    save_file({"x": torch.ones(4, HIDDEN), "XYZ": torch.ones(4, HIDDEN)}, file)
+    (tmp_path / "config.json").write_text("{ broken")
+    assert "x.safetensors: x" in loaded(tmp_path / "c", inputs=str(file)).subject.inputs
+    for where in ("acts", "acts.npy", f"{file}XYZ", f"{file}:", str(tmp_path)):
+        with pytest.raises(InputError, match=re.escape(f"--inputs {where}: write FILE")):
+            loaded(tmp_path / "c", inputs=where)
+
+
+def test_inputs_beyond_bf16_are_not_called_nan(tmp_path):
+    save(tmp_path / "c", experts(PREFIX) | router(PREFIX), config=CONFIG)
+    file = tmp_path / "x.safetensors"
+    save_file({"x": torch.full((4, HIDDEN), 1e300, dtype=torch.float64)}, file)
+    with pytest.raises(InputError, match="x holds values beyond bf16"):
         loaded(tmp_path / "c", inputs=str(file))
 
 
@@ -305,7 +427,7 @@ def test_only_the_routed_rows_of_fused_experts_are_read(tmp_path, reads):
             fused[f"{PREFIX}.{name}{suffix}"] = torch.stack(parts)
         for short in ("weight_scale_2", "input_scale"):
             fused[f"{PREFIX}.{name}_{short}"] = torch.full((count,), 2.0**-9)
-    save(tmp_path, fused | router(PREFIX, count=count), config={"num_experts_per_tok": 2})
+    save(tmp_path, fused | router(PREFIX, count=count), config=UNGATED_CONFIG)
     assert loaded(tmp_path, tokens=1).subject.layer.experts == 2
     whole = {name for name in reads if not name.endswith("]")}
     assert whole == {GATE, *(n for n in fused if n.endswith(("_scale_2", "input_scale")))}

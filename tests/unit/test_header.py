@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tests.checkpoints import entry, raw
@@ -251,6 +252,35 @@ def test_a_dtype_of_the_future_is_let_through_within_its_bytes(tmp_path):
 def test_metadata_is_no_tensor(tmp_path):
     header = {"__metadata__": {"format": "pt"}, "a": entry("U8", [1], 0, 1)}
     assert list(read_header(write(tmp_path, raw(header, b"x")))) == ["a"]
+
+
+@pytest.mark.parametrize("metadata", [[], "pt", 1, {"a": 1}, {"a": None}, {"a": {}}])
+def test_metadata_of_another_kind_is_refused_as_by_the_library(tmp_path, metadata):
+    content = raw({"__metadata__": metadata, "a": entry("U8", [1], 0, 1)}, b"x")
+    assert "__metadata__" in refused(tmp_path, content)
+    with pytest.raises(SafetensorError):
+        safe_open(tmp_path / FILE, "pt")
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"a": ""}])
+def test_metadata_that_the_library_takes_is_taken(tmp_path, metadata):
+    path = write(tmp_path, raw({"__metadata__": metadata, "a": entry("U8", [1], 0, 1)}, b"x"))
+    assert list(read_header(path)) == list(safe_open(path, "pt").keys())
+
+
+@pytest.mark.parametrize("spans", [(), ((0, 1),), ((1, 2),), ((0, 1), (2, 3)), ((1, 1), (1, 3))])
+def test_bytes_that_belong_to_no_tensor_are_refused_as_by_the_library(tmp_path, spans):
+    header = {f"t{i}": entry("U8", [e - b], b, e) for i, (b, e) in enumerate(spans)}
+    assert " bytes " in refused(tmp_path, raw(header, bytes(3)))
+    with pytest.raises(SafetensorError):
+        safe_open(tmp_path / FILE, "pt")
+
+
+@pytest.mark.parametrize("spans", [((2, 3), (0, 2)), ((0, 3), (0, 0), (3, 3))])
+def test_tensors_in_any_order_are_read_as_by_the_library(tmp_path, spans):
+    header = {f"t{i}": entry("U8", [e - b], b, e) for i, (b, e) in enumerate(spans)}
+    path = write(tmp_path, raw(header, bytes(3)))
+    assert sorted(read_header(path)) == sorted(safe_open(path, "pt").keys())
 
 
 # ---- pickles

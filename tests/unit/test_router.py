@@ -7,13 +7,16 @@ choice. Experts come in no particular order from either side, so both are sorted
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from trtllm_b12x_fix.checkpoint.config import ModelConfig
+from trtllm_b12x_fix.checkpoint.conventions import ROUTING
 from trtllm_b12x_fix.checkpoint.router import (
     Renormalize,
     Router,
@@ -30,41 +33,56 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def qwen3_moe(**settings) -> tuple[nn.Module, dict]:
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
-
-    config = Qwen3MoeConfig(
-        hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=TOP_K, **settings
-    )
-    return Qwen3MoeTopKRouter(config), config.to_dict()
-
-
-def nemotron_h(**settings) -> tuple[nn.Module, dict]:
-    from transformers import NemotronHConfig
-    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
-
-    config = NemotronHConfig(
-        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=TOP_K, **settings
-    )
-    return NemotronHTopkRouter(config), config.to_dict()
-
-
-def deepseek_v3(**settings) -> tuple[nn.Module, dict]:
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-
-    defaults = {"n_group": 1, "topk_group": 1}
-    config = DeepseekV3Config(
-        hidden_size=HIDDEN,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        **defaults | settings,
-    )
-    return DeepseekV3TopkRouter(config), config.to_dict()
+#: Where a model type's router is, and what its configuration calls the number of experts.
+ROUTERS = {
+    "qwen2_moe": ("Qwen2MoeTopKRouter", "num_experts"),
+    "qwen3_moe": ("Qwen3MoeTopKRouter", "num_experts"),
+    "qwen3_next": ("Qwen3NextTopKRouter", "num_experts"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTopKRouter", "num_experts"),
+    "qwen3_vl_moe_text": ("Qwen3VLMoeTextTopKRouter", "num_experts"),
+    "olmoe": ("OlmoeTopKRouter", "num_experts"),
+    "mixtral": ("MixtralTopKRouter", "num_local_experts"),
+    "minimax": ("MiniMaxTopKRouter", "num_local_experts"),
+    "minimax_m2": ("MiniMaxM2TopKRouter", "num_local_experts"),
+    "deepseek_v3": ("DeepseekV3TopkRouter", "n_routed_experts"),
+    "glm4_moe": ("Glm4MoeTopkRouter", "n_routed_experts"),
+    "glm4_moe_lite": ("Glm4MoeLiteTopkRouter", "n_routed_experts"),
+    "glm_moe_dsa": ("GlmMoeDsaTopkRouter", "n_routed_experts"),
+    "nemotron_h": ("NemotronHTopkRouter", "n_routed_experts"),
+    "exaone_moe": ("ExaoneMoeTopkRouter", "num_experts"),
+    "solar_open": ("SolarOpenTopkRouter", "n_routed_experts"),
+    "dots1": ("Dots1TopkRouter", "n_routed_experts"),
+    "mistral4": ("Mistral4TopkRouter", "n_routed_experts"),
+}
+#: A wrapper's own type, where its text section has none.
+WRAPPERS = {"qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
 
 
-CASES: list[tuple[Callable[..., tuple[nn.Module, dict]], dict]] = [
+def built(model_type: str, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A model type's router of transformers, and its configuration as a dict."""
+    from transformers import CONFIG_MAPPING
+
+    name, experts = ROUTERS[model_type]
+    sizes = {"hidden_size": HIDDEN, experts: EXPERTS, "num_experts_per_tok": TOP_K}
+    config = CONFIG_MAPPING[model_type](**sizes | settings)
+    package = model_type.removesuffix("_text")
+    module = f"transformers.models.{package}.modeling_{package}"
+    return getattr(importlib.import_module(module), name)(config), config.to_dict()
+
+
+def qwen3_moe(**settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    return built("qwen3_moe", **settings)
+
+
+def nemotron_h(**settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    return built("nemotron_h", **settings)
+
+
+def deepseek_v3(**settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+    return built("deepseek_v3", **{"n_group": 1, "topk_group": 1} | settings)
+
+
+CASES: list[tuple[Callable[..., tuple[nn.Module, dict[str, Any]]], dict[str, Any]]] = [
     (qwen3_moe, {"norm_topk_prob": True}),
     (qwen3_moe, {"norm_topk_prob": False}),
     *(
@@ -124,21 +142,30 @@ def test_the_config_says_how_the_router_works(build, made):
     )
 
 
-def test_minimax_m2():
-    """Sigmoid by its config's scoring_func; the bias is beside the router, not inside."""
-    from transformers import MiniMaxM2Config
-    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+def test_every_model_type_that_is_routed_was_compared():
+    assert {*ROUTERS, *WRAPPERS} == {*ROUTING}
+    assert all(ROUTING[wrapper] == ROUTING[text] for wrapper, text in WRAPPERS.items())
 
-    config = MiniMaxM2Config(
-        hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
-    )
-    module, weight, _ = prepared(MiniMaxM2TopKRouter(config))
-    bias = torch.randn(EXPERTS, generator=generator()) * 0.2
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("model_type", ROUTERS)
+def test_each_model_type_routes_as_transformers_does(model_type, silent):
+    """Also where the config says nothing, so that the model's own rules hold."""
+    module, config = built(model_type)
+    module, weight, bias = prepared(module)
+    rules = ("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "scoring_func")
+    if silent:
+        config = {key: value for key, value in config.items() if key not in rules}
+    if model_type == "minimax_m2":  # its bias is beside the router, not inside
+        bias = torch.randn(EXPERTS, generator=generator()) * 0.2
+    arguments = (bias,) if model_type == "minimax_m2" else ()
     x = torch.randn(TOKENS, HIDDEN, generator=generator())
     with torch.no_grad():
-        _, expected_weights, expected_ids = module(x, bias)
-    spec = ModelConfig({"scoring_func": "sigmoid"}).router_spec(TOP_K)
-    ids, weights = by_id(*Router(weight, bias, spec).route(x))
+        _, expected_weights, expected_ids = module(x, *arguments)
+    model = ModelConfig(config)
+    assert model.unknown_routing() == ""
+    assert model.takes_correction_bias() == (bias is not None)
+    ids, weights = by_id(*Router(weight, bias, model.router_spec(TOP_K)).route(x))
     wanted_ids, wanted_weights = by_id(expected_ids, expected_weights)
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-6, atol=1e-7)

@@ -13,20 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trtllm_b12x_fix.checkpoint.conventions import (
+from trtllm_b12x_fix.checkpoint import damage
+from trtllm_b12x_fix.checkpoint.conventions import TensorSource
+from trtllm_b12x_fix.checkpoint.findings import Finding
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Storage
+from trtllm_b12x_fix.checkpoint.matrices import (
     QuantizedLinear,
-    TensorSource,
-    detect,
     read_fused,
     read_input_scale,
     read_linear,
 )
-from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
-from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Storage
-from trtllm_b12x_fix.checkpoint.scale_order import looks_swizzled
 from trtllm_b12x_fix.errors import InputError, ShapeError
 from trtllm_b12x_fix.formats.gate_order import GateOrder, reorder
-from trtllm_b12x_fix.formats.nvfp4 import block_is_zero
 from trtllm_b12x_fix.layer import Activation, ExpertMatrices, MoELayer, validate
 
 
@@ -65,9 +63,11 @@ def load_experts(
         first = _read_first(source, entry, expert, findings)
         fc1.put(place, expert, first, len(experts))
         down = _read(source, entry, expert, entry.names.down)
-        _note_damage(source, entry, expert, entry.names.down, down, findings)
+        findings += damage.of_matrix(source, entry, expert, entry.names.down, down)
         fc2.put(place, expert, down, len(experts))
-    first_scale, second_scale = largest_input_scales(source, entry)
+    scales = _all_input_scales(source, entry)
+    findings += damage.of_input_scales(source, entry, scales)
+    first_scale, second_scale = _largest(entry, scales)
     layer = MoELayer(
         replace(fc1.matrices(), layer_input_scale=first_scale),
         replace(fc2.matrices(), layer_input_scale=second_scale),
@@ -86,31 +86,23 @@ def _read(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> Qu
     return read_fused(source, entry.fused(name), expert, entry.experts)
 
 
-def _file_of(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> str:
-    """The file that holds a matrix's scales, the shard where there are several."""
-    split = entry.storage is Storage.SPLIT
-    matrix = entry.matrix(expert, name) if split else entry.fused(name)
-    return source.file_of(detect(source, matrix).block_scale)
-
-
 def _read_first(
     source: TensorSource, entry: LayerEntry, expert: int, findings: list[Finding]
 ) -> QuantizedLinear:
     """FC1 of one expert in kernel order, [up; gate] where it is gated."""
     up = _read(source, entry, expert, entry.names.up)
-    _note_damage(source, entry, expert, entry.names.up, up, findings)
+    findings += damage.of_matrix(source, entry, expert, entry.names.up, up)
     if entry.names.gate is None:
         return _to_kernel_order(up) if entry.is_gated else up
     gate = _read(source, entry, expert, entry.names.gate)
-    _note_damage(source, entry, expert, entry.names.gate, gate, findings)
+    findings += damage.of_matrix(source, entry, expert, entry.names.gate, gate)
     if up.packed.shape != gate.packed.shape:
         raise ShapeError(
             f"{source.name}: {entry.prefix}.{expert}: {entry.names.gate} "
             f"{tuple(gate.packed.shape)} and {entry.names.up} {tuple(up.packed.shape)} must have "
             "one shape"
         )
-    if up.weight_scale_2 != gate.weight_scale_2:
-        findings.append(_differing_scales(source, entry, expert, up, gate))
+    findings += damage.of_weight_scales(source, entry, expert, up, gate)
     return QuantizedLinear(
         torch.cat([up.packed, gate.packed]),
         torch.cat([up.block_scale, gate.block_scale]),
@@ -129,75 +121,27 @@ def _to_kernel_order(fused: QuantizedLinear) -> QuantizedLinear:
     )
 
 
-def _differing_scales(
-    source: TensorSource,
-    entry: LayerEntry,
-    expert: int,
-    up: QuantizedLinear,
-    gate: QuantizedLinear,
-) -> Finding:
-    scales = float(up.weight_scale_2), float(gate.weight_scale_2)
-    smaller = entry.names.up if scales[0] < scales[1] else str(entry.names.gate)
-    return Finding(
-        Severity.DAMAGE,
-        "gate-up-scales-differ",
-        f"weight_scale_2 of {entry.names.up} is {scales[0]:.6g} and of {entry.names.gate} "
-        f"{scales[1]:.6g}; TensorRT-LLM uses the larger for both without rescaling, which makes "
-        f"{smaller} {max(scales) / min(scales):.4g} times too large. The check does the same",
-        file=_file_of(source, entry, expert, smaller),
-        layer=entry.prefix,
-        expert=expert,
-        tensor=f"{entry.prefix}.{expert}.{smaller}",
-    )
-
-
-def _note_damage(
-    source: TensorSource,
-    entry: LayerEntry,
-    expert: int,
-    name: str,
-    linear: QuantizedLinear,
-    findings: list[Finding],
-) -> None:
-    """Findings on one matrix, added to ``findings``."""
-    dead = (linear.block_scale == 0) & ~block_is_zero(linear.packed)
-    count = int(dead.sum())
-    damage = {}
-    if count:
-        damage["zero-scale-over-weights"] = (
-            f"{count} of {dead.numel()} block scales are 0 over non-zero codes: those weights "
-            "are lost in the file itself"
-        )
-    if looks_swizzled(linear.block_scale):
-        damage["scales-look-swizzled"] = (
-            "the block scales look swizzled into 128x4 tiles: only unswizzled do they show rows "
-            "and columns. A checkpoint stores them linear, and the check reads them so"
-        )
-    findings += [
-        Finding(
-            Severity.DAMAGE,
-            code,
-            message,
-            file=_file_of(source, entry, expert, name),
-            layer=entry.prefix,
-            expert=expert,
-            tensor=f"{entry.prefix}.{expert}.{name}",
-        )
-        for code, message in damage.items()
-    ]
-
-
 def largest_input_scales(source: TensorSource, entry: LayerEntry) -> tuple[Tensor, Tensor]:
     """The largest input scales of FC1 and FC2 over all experts of a layer: two fp32 scalars.
 
     Raises:
         InputError, ShapeError, ScaleError: a scale that is missing or cannot be used.
     """
-    firsts = [name for name in (entry.names.gate, entry.names.up) if name]
-    everyone = range(entry.experts)
-    first = [_input_scale(source, entry, e, name) for e in everyone for name in firsts]
-    second = [_input_scale(source, entry, e, entry.names.down) for e in everyone]
-    return torch.stack(first).max(), torch.stack(second).max()
+    return _largest(entry, _all_input_scales(source, entry))
+
+
+def _largest(entry: LayerEntry, scales: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    firsts = [scales[name].max() for name in (entry.names.gate, entry.names.up) if name]
+    return torch.stack(firsts).max(), scales[entry.names.down].max()
+
+
+def _all_input_scales(source: TensorSource, entry: LayerEntry) -> dict[str, Tensor]:
+    """By projection, fp32 [E] of all experts."""
+    return {
+        name: torch.stack([_input_scale(source, entry, e, name) for e in range(entry.experts)])
+        for name in (entry.names.gate, entry.names.up, entry.names.down)
+        if name
+    }
 
 
 def _input_scale(source: TensorSource, entry: LayerEntry, expert: int, name: str) -> Tensor:

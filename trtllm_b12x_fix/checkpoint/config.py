@@ -93,44 +93,81 @@ class ModelConfig:
         except InputError:
             return f"{brief(self._first(conventions.ACTIVATION_KEYS))} (cannot be checked)"
 
-    def unknown_routing(self) -> str:
-        """Why this model's router is not emulated, empty where it is."""
+    @property
+    def names_a_model(self) -> bool:
+        """Whether it says what model this is; without that, its router's rules are not known."""
+        return self._values.get("model_type") is not None
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether experts work at a smaller size than the model."""
+        return self._values.get(conventions.LATENT_KEY) is not None
+
+    def _rule(self) -> conventions.RoutingRule | None:
         model = self._values.get("model_type")
-        if model in conventions.UNKNOWN_ROUTING_MODELS:
-            return f"the routing of {model} is not emulated"
-        method = self._values.get("topk_method")
-        if method is not None and method not in conventions.KNOWN_TOPK_METHODS:
-            return "config.json names a topk_method that is not emulated"
-        return ""
+        return conventions.ROUTING.get(model) if isinstance(model, str) else None
 
-    def router_spec(self, top_k: int, *, corrected: bool = False) -> RouterSpec:
-        """How the router scores and limits.
-
-        Args:
-            corrected: the router has an ``e_score_correction_bias`` beside its weight, as sigmoid
-                routers have; it tells where the config does not.
+    def unknown_routing(self) -> str:
+        """Why the router that this config describes is not emulated, empty where it is.
 
         Raises:
             InputError: a value that makes no sense.
         """
+        rule, model = self._rule(), brief(self._values.get("model_type"))
+        if self.names_a_model and rule is None:
+            return f"the routing of {model} is not emulated"
+        method = self._values.get("topk_method")
+        if method is not None and method not in conventions.KNOWN_TOPK_METHODS:
+            return "config.json names a topk_method that is not emulated"
+        for key in conventions.UNREAD_ROUTING_KEYS:
+            if self._values.get(key) is not None:
+                return f"config.json has {key}, which is not emulated"
+        if rule is None:
+            return ""
+        scoring = self._scoring()
+        if scoring is not None and (scoring is Scoring.SIGMOID) != rule.sigmoid:
+            return f"config.json says scoring_func {scoring.value}, {model} has another"
+        limits = (self._integer("n_group", 1), self._integer("topk_group", 1), self._scaling(1.0))
+        if rule.groups is None and limits != (1, 1, 1.0):
+            return f"config.json limits or scales experts, which {model} does not"
+        return ""
+
+    def takes_correction_bias(self) -> bool:
+        """Whether the router may have an ``e_score_correction_bias``."""
+        rule = self._rule()
+        return rule is not None and rule.sigmoid
+
+    def router_spec(self, top_k: int) -> RouterSpec:
+        """How the router scores and limits; the model's own rules hold where the config is silent.
+
+        Raises:
+            InputError: a value that makes no sense, or a model whose rules are not known.
+        """
+        rule = self._rule()
+        if rule is None:
+            raise InputError("config.json: no model whose routing is emulated")
         renormalize = self._values.get("norm_topk_prob")
         if renormalize is not None and not isinstance(renormalize, bool):
             raise InputError(
                 f"config.json: norm_topk_prob must be true or false: {brief(renormalize)}"
             )
+        default = rule.renormalize is not False
+        if renormalize is None or rule.renormalize is None:
+            renormalize = default
+        groups, top_groups = rule.groups or (1, 1)
         return RouterSpec(
             top_k=top_k,
-            scoring=self._scoring(corrected),
-            renormalize=Renormalize.NO if renormalize is False else Renormalize.YES,
-            groups=self._integer("n_group", 1),
-            top_groups=self._integer("topk_group", 1),
-            scaling=self._scaling(),
+            scoring=Scoring.SIGMOID if rule.sigmoid else Scoring.SOFTMAX,
+            renormalize=Renormalize.YES if renormalize else Renormalize.NO,
+            groups=self._integer("n_group", groups),
+            top_groups=self._integer("topk_group", top_groups),
+            scaling=self._scaling(rule.scaling),
         )
 
-    def _scaling(self) -> float:
+    def _scaling(self, default: float) -> float:
         scaling = self._values.get("routed_scaling_factor")
         if scaling is None:
-            return 1.0
+            return default
         number = isinstance(scaling, (int, float)) and not isinstance(scaling, bool)
         # JSON as Python reads it has NaN, Infinity and integers beyond any float.
         if not number or not 0 < scaling < 2**64:
@@ -140,18 +177,17 @@ class ModelConfig:
             )
         return float(scaling)
 
-    def _scoring(self, corrected: bool) -> Scoring:
+    def _scoring(self) -> Scoring | None:
         named = self._values.get("scoring_func")
-        if named is not None:
-            try:
-                return Scoring(named)
-            except ValueError as error:
-                raise InputError(
-                    f"config.json: scoring_func {brief(named)} is not known; --experts A-B checks "
-                    "a sample of experts with random routing"
-                ) from error
-        sigmoid = corrected or self._values.get("model_type") in conventions.SIGMOID_MODEL_TYPES
-        return Scoring.SIGMOID if sigmoid else Scoring.SOFTMAX
+        if named is None:
+            return None
+        try:
+            return Scoring(named)
+        except ValueError as error:
+            raise InputError(
+                f"config.json: scoring_func {brief(named)} is not known; --experts A-B checks "
+                "a sample of experts with random routing"
+            ) from error
 
     def contradictions(self, entry: LayerEntry) -> list[Finding]:
         """Where the config says other sizes than the tensors have."""
@@ -174,15 +210,28 @@ class ModelConfig:
             )
         for what, keys, actual in claims:
             claimed = self._first(keys)
-            if isinstance(claimed, int) and claimed != actual:
-                findings.append(
-                    Finding(
-                        Severity.NOTE,
-                        "config-contradicts-tensors",
-                        f"says {what} {brief(claimed)}, the experts' tensors have {actual}; "
-                        "the tensors count (a latent MoE works at a smaller size)",
-                        file="config.json",
-                        layer=entry.prefix,
-                    )
-                )
+            # Sizes are 0 where the shard that would tell is missing.
+            if isinstance(claimed, int) and actual and claimed != actual:
+                findings.append(_contradiction(what, claimed, actual, entry))
         return findings
+
+
+def _contradiction(what: str, claimed: int, actual: int, entry: LayerEntry) -> Finding:
+    if what == "experts" and claimed > actual:
+        return Finding(
+            Severity.DAMAGE,
+            "experts-missing",
+            f"says experts {brief(claimed)}, {entry.prefix} has {actual}: the rest is missing "
+            "from the files",
+            file="config.json",
+            layer=entry.prefix,
+        )
+    latent = " (a latent MoE works at a smaller size)" if what == "hidden size" else ""
+    return Finding(
+        Severity.NOTE,
+        "config-contradicts-tensors",
+        f"says {what} {brief(claimed)}, the experts' tensors have {actual}; the tensors "
+        f"count{latent}",
+        file="config.json",
+        layer=entry.prefix,
+    )

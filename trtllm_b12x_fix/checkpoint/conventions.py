@@ -2,8 +2,8 @@
 
 ModelOpt stores dequantizing multipliers (``weight_scale_2``, ``input_scale``); compressed-tensors
 stores their reciprocals (``weight_global_scale``, ``input_global_scale``). Experts are stored one
-linear each, or fused into one tensor per projection. After this module there are only multipliers,
-row-major codes and one record per matrix.
+linear each, or fused into one tensor per projection. After :mod:`.matrices`, which reads by these
+names, there are only multipliers, row-major codes and one record per matrix.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from trtllm_b12x_fix.errors import InputError
 
-from trtllm_b12x_fix.errors import InputError, ScaleError, ShapeError
-from trtllm_b12x_fix.formats.e4m3 import NAN_BYTES
-from trtllm_b12x_fix.formats.nvfp4 import BLOCK
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorSource(Protocol):
@@ -77,6 +75,16 @@ _SPELLINGS: tuple[tuple[Dialect, _Suffixes], ...] = (
 )
 
 
+#: Suffixes of codes; with a scale of one whole matrix beside block scales, it can only be NVFP4.
+CODES = frozenset(suffixes.packed for _, suffixes in _SPELLINGS)
+_GLOBALS = frozenset(suffixes.weight_global for _, suffixes in _SPELLINGS)
+_SCALES = frozenset(
+    suffix
+    for _, one in _SPELLINGS
+    for suffix in (one.block_scale, one.weight_global, one.input_global)
+)
+
+
 @dataclass(frozen=True)
 class ProjectionNames:
     """Names of an expert's matrices; ``gate`` is None where the layer has none."""
@@ -84,6 +92,10 @@ class ProjectionNames:
     gate: str | None
     up: str
     down: str
+
+    @property
+    def all(self) -> frozenset[str]:
+        return frozenset(name for name in (self.gate, self.up, self.down) if name)
 
 
 #: Split experts: gate, up, down as Qwen, DeepSeek and Nemotron-H name them, and as Mixtral does.
@@ -97,31 +109,44 @@ FUSED_UP = "up_proj"
 FUSED_GATE = "gate_proj"  # beside a fused up_proj: named, not read
 FUSED_DOWN = "down_proj"
 
-#: ``...experts.E.NAME`` of a split expert matrix, without the tensor's suffix.
+_ANY_NAME = r"gate_up_proj|gate_proj|up_proj|down_proj|w[123]"
+#: A tensor of a split expert's matrix, ``...experts.E.NAME`` and a suffix.
 SPLIT_EXPERT = re.compile(
-    r"^(?P<layer>.*?\bexperts)\.(?P<expert>\d{1,6})\."
-    r"(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj|w[123])\.(?:weight|weight_packed)$"
+    rf"(?P<layer>.*?\bexperts)\.(?P<expert>[0-9]+)\.(?P<matrix>{_ANY_NAME})(?P<suffix>(?:[._].*)?)",
+    re.DOTALL,
 )
-#: ``...experts.NAME`` of a fused one.
+#: The same of all experts in one, ``...experts.NAME``.
 FUSED_EXPERT = re.compile(
-    r"^(?P<layer>.*?\bexperts)\.(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj)"
-    r"(?:\.weight|\.weight_packed|_packed)?$"
+    rf"(?P<layer>.*?\bexperts)\.(?P<matrix>{_ANY_NAME})(?P<suffix>(?:[._].*)?)", re.DOTALL
 )
-#: A bias of experts, split (``experts.E.NAME.bias``) or fused (``experts.NAME_bias``).
-EXPERT_BIAS = re.compile(
-    r"^(?P<layer>.*?\bexperts)\.(?:\d{1,6}\.)?"
-    r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w[123])[._]bias$"
-)
+#: No model has an expert of a longer number.
+EXPERT_DIGITS = 6
+#: Tensors of an expert's matrix that change what it computes: with one, b12x's kernels never run
+#: the layer as it is, or the check would be of another function.
+REFUSED_SUFFIXES = {
+    "bias": "experts with biases; the b12x kernels take none, so this layer never runs on them "
+    "as it is",
+    "pre_quant_scale": "AWQ's scale of the expert's input (NVFP4_AWQ), which the check does not "
+    "apply: without it the weights are another layer's",
+    "weight_zero_point": "codes with a zero point, which NVFP4 has none of",
+    "weight_g_idx": "columns in an order of their own, which the check does not undo",
+}
 #: A tensor that only a block of multi-token prediction has: it joins embedding and hidden state.
-PREDICTOR_MARK = re.compile(r"^(?P<block>.*?\blayers\.\d{1,6}\.)eh_proj\.weight$")
+PREDICTOR_MARK = re.compile(r"(?P<block>.*\blayers\.[0-9]{1,6}\.)eh_proj\.weight", re.DOTALL)
+#: Where a block's own tensors may begin in a name.
+BLOCK_START = re.compile(r"\blayers\.[0-9]{1,6}\.")
+#: Header dtypes of NVFP4's codes (two a byte) and of its block scales, E4M3 as such or as bytes.
+CODE_DTYPE, SCALE_DTYPES = "U8", ("F8_E4M3", "U8")
 #: Header dtypes of a ``weight`` that was never packed to FP4; an FP8 one has a weight_scale too.
 UNPACKED_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
 #: MXFP4: an E8M0 byte for 32 codes.
 MX_SCALE_DTYPES, MX_BLOCK = ("U8", "F8_E8M0"), 32
 #: The block number in a layer's prefix.
-LAYER_NUMBER = re.compile(r"\b(?:layers|h|blocks)\.(\d{1,6})\.")
-#: Prefixes of multi-token-prediction blocks and of vision towers: never "layer N" of the model.
-SIDE_STACK = re.compile(r"(?:^|\.)(?:mtp|nextn|eagle|vision\w*|visual)\b")
+LAYER_NUMBER = re.compile(r"\b(?:layers|h|blocks)\.([0-9]{1,6})\.")
+#: Prefixes of multi-token-prediction blocks, draft models and towers: never "layer N" of the model.
+SIDE_STACK = re.compile(
+    r"(?:^|\.)(?:mtp(?:_\w+)?|nextn\w*|eagle\w*|draft\w*|vision\w*|visual|audio\w*)(?=\.|$)"
+)
 
 #: Router tensors beside ``...experts``, most specific first.
 ROUTER_WEIGHTS = ("gate.weight", "router.weight", "router.layer.weight")
@@ -131,11 +156,54 @@ ROUTER_BIASES = (
     "e_score_correction_bias",  # MiniMax-M2
 )
 
-ROUTER_PLAIN_BIAS = "gate.bias"
+#: Any other tensor of a router, or a bias beside it (LFM2's expert_bias, ERNIE's moe_statics).
+ROUTER_OTHER = re.compile(r"(?:gate|router|moe_statics)\..+|[^.]*bias[^.]*", re.DOTALL)
+#: What a latent MoE has beside its experts, and in its config.
+LATENT_PROJECTIONS = ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
+LATENT_KEY = "moe_latent_size"
 
-#: Routing that is not emulated, by ``model_type`` and by ``topk_method``.
-UNKNOWN_ROUTING_MODELS = ("llama4", "llama4_text", "gpt_oss")
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How transformers routes for a model type, and what it assumes where the config is silent.
+
+    Attributes:
+        renormalize: ``None`` where it always does, whatever ``norm_topk_prob`` says.
+        groups: ``n_group`` and ``topk_group``; ``None`` where the model knows neither them nor a
+            ``routed_scaling_factor``.
+    """
+
+    sigmoid: bool
+    renormalize: bool | None
+    groups: tuple[int, int] | None = None
+    scaling: float = 1.0
+
+
+_GROUPED = RoutingRule(sigmoid=True, renormalize=True, groups=(1, 1))
+_ALWAYS = RoutingRule(sigmoid=False, renormalize=None)
+_SELDOM = RoutingRule(sigmoid=False, renormalize=False)
+#: Model types whose routers were held against transformers' own modules, one by one; any other may
+#: route otherwise under the same names.
+ROUTING = {
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _SELDOM),
+    "qwen3_next": RoutingRule(sigmoid=False, renormalize=True),
+    **dict.fromkeys(("mixtral", "minimax"), _ALWAYS),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _ALWAYS),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), _ALWAYS),
+    "minimax_m2": RoutingRule(sigmoid=True, renormalize=None),
+    "deepseek_v3": RoutingRule(sigmoid=True, renormalize=True, groups=(8, 4), scaling=2.5),
+    **dict.fromkeys(("glm4_moe", "nemotron_h", "solar_open"), _GROUPED),
+    "glm4_moe_lite": RoutingRule(sigmoid=True, renormalize=True, groups=(1, 1), scaling=1.8),
+    **dict.fromkeys(
+        ("glm_moe_dsa", "exaone_moe"),
+        RoutingRule(sigmoid=True, renormalize=True, groups=(1, 1), scaling=2.5),
+    ),
+    "dots1": RoutingRule(sigmoid=True, renormalize=False, groups=(1, 1)),
+    "mistral4": RoutingRule(sigmoid=False, renormalize=True, groups=(1, 1)),
+}
 KNOWN_TOPK_METHODS = ("noaux_tc",)
+#: Other names for the router's rules (Kimi-Linear), which nothing here reads.
+UNREAD_ROUTING_KEYS = ("num_expert_group", "moe_renormalize", "moe_router_activation_func")
 
 #: Config keys, tried in order; a vision-language model keeps them one level down.
 CONFIG_SECTIONS = ("text_config", "llm_config", "language_config")
@@ -143,20 +211,8 @@ TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_
 #: Config keys that change SwiGLU itself (gpt-oss clamps and scales it): not what b12x computes.
 SWIGLU_KEYS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 ACTIVATION_KEYS = ("mlp_hidden_act", "moe_hidden_act", "hidden_act", "hidden_activation")
-SIGMOID_MODEL_TYPES = ("nemotron_h", "deepseek_v3", "glm4_moe", "kimi_k2", "dots1")
 HIDDEN_KEY, INTERMEDIATE_KEYS = "hidden_size", ("moe_intermediate_size", "intermediate_size")
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-
-
-@dataclass(frozen=True)
-class QuantizedLinear:
-    """One NVFP4 matrix in our language: packed uint8 [R, C/2], block_scale uint8 [R, C/16],
-    weight_scale_2 and input_scale fp32 scalars (dequantizing multipliers)."""
-
-    packed: Tensor
-    block_scale: Tensor
-    weight_scale_2: Tensor
-    input_scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -168,6 +224,10 @@ class Spelling:
     block_scale: str
     weight_global: str
     input_global: str
+
+    @property
+    def tensors(self) -> tuple[str, str, str, str]:
+        return self.packed, self.block_scale, self.weight_global, self.input_global
 
 
 def spelling_of(source: TensorSource, matrix: str) -> Spelling | None:
@@ -191,169 +251,36 @@ def detect(source: TensorSource, matrix: str) -> Spelling:
     """How the matrix named ``matrix`` is spelled.
 
     Raises:
-        InputError: no dialect's codes and block scales are there.
+        InputError: no dialect's codes and block scales are there; the message says which is absent.
     """
     if spelling := spelling_of(source, matrix):
         return spelling
-    looked = " or ".join(
-        f"{matrix}{suffixes.packed} with {matrix}{suffixes.block_scale}"
-        for _, suffixes in _SPELLINGS[:2]
-    )
-    raise InputError(f"{source.name}: no NVFP4 weight at {matrix}: looked for {looked}")
+    names = [(matrix + one.packed, matrix + one.block_scale) for _, one in _SPELLINGS]
+    looked = " or ".join(f"{packed} with {scale}" for packed, scale in names[:2])
+    absent = ""
+    for pair in names:
+        there = [name for name in pair if source.has(name)]
+        if len(there) == 1 and not absent:
+            (missing,) = set(pair) - set(there)
+            absent = f": {there[0]} is in {source.file_of(there[0])}, {missing} is missing"
+    raise InputError(f"{source.name}: no NVFP4 weight at {matrix}{absent}; looked for {looked}")
 
 
-def read_linear(source: TensorSource, matrix: str) -> QuantizedLinear:
-    """Read one quantized linear and convert its scales to dequantizing multipliers.
+def missing_codes(matrix: str, suffixes: set[str]) -> str:
+    """The codes that a matrix's scales belong to, where there are scales alone; else nothing."""
+    if suffixes & CODES or not suffixes & _SCALES:
+        return ""
+    fits = (one for _, one in _SPELLINGS if suffixes & {one.weight_global, one.input_global})
+    return matrix + next(fits, _SPELLINGS[0][1]).packed
 
-    Raises:
-        InputError: a tensor is missing or has the wrong dtype.
-        ShapeError: codes and block scales do not belong together.
-        ScaleError: a block scale that is NaN or negative, or a global scale that is NaN, infinite,
-            zero or negative.
-    """
-    spelling = detect(source, matrix)
-    packed = _codes(source, spelling.packed, _get(source, spelling.packed))
-    scales = _get(source, spelling.block_scale)
-    _belong_together(source, spelling, packed, scales)
-    scales = _block_scale(source, spelling.block_scale, scales)
-    return QuantizedLinear(
-        packed,
-        scales,
-        _multiplier(source, spelling.weight_global, spelling.dialect, None),
-        _multiplier(source, spelling.input_global, spelling.dialect, None),
+
+def is_broken_nvfp4(suffixes: set[str]) -> bool:
+    """Whether a matrix has NVFP4's scale of the whole, but lacks its codes or block scales."""
+    return bool(suffixes & _GLOBALS) and not any(
+        {one.packed, one.block_scale} <= suffixes for _, one in _SPELLINGS
     )
 
 
-def read_fused(source: TensorSource, matrix: str, expert: int, experts: int) -> QuantizedLinear:
-    """Read one of ``experts`` of a fused matrix: [E, R, C/2], or [E, C/2, R] (ModelOpt's bmm).
-
-    Raises:
-        InputError, ShapeError, ScaleError: as :func:`read_linear`.
-    """
-    spelling = detect(source, matrix)
-    _require(source, spelling.packed)
-    _require(source, spelling.block_scale)
-    packed = source.get_row(spelling.packed, expert)
-    scales = source.get_row(spelling.block_scale, expert)
-    if _is_transposed(packed, scales):
-        # A byte still holds two neighbours of the input dimension: bytes move, nibbles do not.
-        packed, scales = packed.t().contiguous(), scales.t().contiguous()
-    packed = _codes(source, spelling.packed, packed)
-    _belong_together(source, spelling, packed, scales)
-    scales = _block_scale(source, spelling.block_scale, scales)
-    return QuantizedLinear(
-        packed,
-        scales,
-        _multiplier(source, spelling.weight_global, spelling.dialect, expert, experts),
-        _multiplier(source, spelling.input_global, spelling.dialect, expert, experts),
-    )
-
-
-def read_input_scale(
-    source: TensorSource, matrix: str, expert: int | None = None, experts: int = 1
-) -> Tensor:
-    """The input scale of one matrix alone: fp32 scalar, a dequantizing multiplier.
-
-    Raises:
-        InputError, ShapeError, ScaleError: as :func:`read_linear`.
-    """
-    spelling = detect(source, matrix)
-    return _multiplier(source, spelling.input_global, spelling.dialect, expert, experts)
-
-
-def _is_transposed(packed: Tensor, scales: Tensor) -> bool:
-    if packed.dim() != 2 or scales.dim() != 2:
-        return False
-    straight = packed.shape[0] == scales.shape[0] and packed.shape[1] * 2 == scales.shape[1] * BLOCK
-    turned = packed.shape[1] == scales.shape[1] and packed.shape[0] * 2 == scales.shape[0] * BLOCK
-    return turned and not straight
-
-
-def _codes(source: TensorSource, tensor: str, packed: Tensor) -> Tensor:
-    if packed.dtype != torch.uint8:
-        raise InputError(
-            f"{source.file_of(tensor)}: {tensor} must hold packed FP4 as U8, got {packed.dtype}"
-        )
-    if packed.dim() != 2 or packed.shape[1] * 2 % BLOCK or not packed.numel():
-        raise ShapeError(
-            f"{source.file_of(tensor)}: {tensor} must be [rows, columns / 2] with columns a "
-            f"multiple of {BLOCK}, got {tuple(packed.shape)}"
-        )
-    return packed
-
-
-def _belong_together(
-    source: TensorSource, spelling: Spelling, packed: Tensor, scales: Tensor
-) -> None:
-    rows, columns = packed.shape[0], packed.shape[1] * 2 // BLOCK
-    if tuple(scales.shape) == (rows, columns):
-        return
-    hint = ""
-    padded = (-(-rows // 128) * 128, -(-columns // 4) * 4)
-    if scales.numel() == padded[0] * padded[1]:
-        hint = (
-            ": it has the size of scales already swizzled into 128x4 tiles; a checkpoint stores "
-            "them linear"
-        )
-    raise ShapeError(
-        f"{source.file_of(spelling.block_scale)}: {spelling.packed} {tuple(packed.shape)} needs "
-        f"{spelling.block_scale} [{rows}, {columns}], got {tuple(scales.shape)}{hint}"
-    )
-
-
-def _block_scale(source: TensorSource, tensor: str, scales: Tensor) -> Tensor:
-    if scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        raise InputError(
-            f"{source.file_of(tensor)}: {tensor} must be F8_E4M3 or U8, got {scales.dtype}"
-        )
-    scales = scales.view(torch.uint8)
-    nan = (scales == NAN_BYTES[0]) | (scales == NAN_BYTES[1])
-    for bad, word in ((nan, "NaN"), (scales >= 0x80, "negative")):
-        if bool(bad.any()):
-            where = bad.nonzero()[0].tolist()
-            byte = int(scales[tuple(where)])
-            raise ScaleError(
-                f"{source.file_of(tensor)}: {tensor} is {word} at {where} (byte 0x{byte:02x}), "
-                f"{int(bad.sum())} in all"
-            )
-    return scales
-
-
-def _require(source: TensorSource, tensor: str) -> None:
-    if not source.has(tensor):
-        raise InputError(f"{source.name}: tensor {tensor} is missing")
-
-
-def _get(source: TensorSource, tensor: str) -> Tensor:
-    _require(source, tensor)
-    return source.get(tensor)
-
-
-def _multiplier(
-    source: TensorSource, tensor: str, dialect: Dialect, expert: int | None, experts: int = 1
-) -> Tensor:
-    stored = _get(source, tensor)
-    if stored.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise InputError(f"{source.file_of(tensor)}: {tensor} must be floating, got {stored.dtype}")
-    value = stored.to(torch.float32).reshape(-1)
-    where = tensor
-    if expert is not None and value.numel() > 1:
-        # [E, 2] would be a scale for gate and one for up: indexed as [E] it would be another's.
-        if value.numel() != experts:
-            raise ShapeError(
-                f"{source.file_of(tensor)}: {tensor} must have one entry, or one for each of "
-                f"{experts} experts, got {tuple(stored.shape)}"
-            )
-        value, where = value[expert : expert + 1], f"{tensor}[{expert}]"
-    if value.numel() != 1:
-        raise ShapeError(
-            f"{source.file_of(tensor)}: {tensor} must be one number, got {value.numel()}"
-        )
-    multiplier = 1.0 / value if dialect is Dialect.COMPRESSED_TENSORS else value
-    if not bool(
-        (torch.isfinite(value) & (value > 0) & torch.isfinite(multiplier) & (multiplier > 0)).all()
-    ):
-        raise ScaleError(
-            f"{source.file_of(tensor)}: {where} is {float(value)!r}; it must be positive and finite"
-        )
-    return multiplier.reshape(())
+def refusal(suffix: str) -> str:
+    """Why a layer with a tensor of this suffix is not checked, empty where it does not matter."""
+    return REFUSED_SUFFIXES.get(suffix.lstrip("._"), "")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from trtllm_b12x_fix.checkpoint.assemble import load_experts
 from trtllm_b12x_fix.checkpoint.discovery import discover
-from trtllm_b12x_fix.checkpoint.files import open_checkpoint, read_json
+from trtllm_b12x_fix.checkpoint.files import open_checkpoint
+from trtllm_b12x_fix.checkpoint.json_files import read_json
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.layer import Activation, MoELayer
 

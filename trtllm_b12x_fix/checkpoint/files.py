@@ -5,14 +5,22 @@ Headers are read up front (kilobytes); tensors are read one at a time, when aske
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
-from trtllm_b12x_fix.checkpoint.header import TensorInfo, parse_object, read_header, require_text
+from trtllm_b12x_fix.checkpoint import shards
+from trtllm_b12x_fix.checkpoint.findings import Finding
+from trtllm_b12x_fix.checkpoint.header import TensorInfo, read_header, shown
+from trtllm_b12x_fix.checkpoint.json_files import (
+    PICKLE,
+    PICKLE_SUFFIXES,
+    read_config,
+    read_weight_map,
+)
 from trtllm_b12x_fix.checkpoint.safetensors_source import SafetensorsSource
 from trtllm_b12x_fix.errors import InputError
 
@@ -20,10 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INDEX_SUFFIX = ".safetensors.index.json"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_PICKLE = "a pickle, refused unread (it could run code): convert the checkpoint to safetensors"
-#: The index of a million tensors, and a config a hundred times the usual one, are smaller.
-_MAX_INDEX_BYTES, _MAX_CONFIG_BYTES = 100_000_000, 16_000_000
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Checkpoint:
         tensors: header information of every tensor whose shard is there.
         config: ``config.json``, empty where there is none.
         findings: what opening it brought to light.
+        partial: whether it is one shard of several, the others of which were not asked for.
     """
 
     path: Path
@@ -43,12 +48,13 @@ class Checkpoint:
     findings: list[Finding]
     _files: dict[str, Path] = field(repr=False)
     _missing: dict[str, str] = field(repr=False)
+    partial: bool = False
     _open: dict[Path, SafetensorsSource] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
         """What to call the checkpoint in messages."""
-        return self.path.name or str(self.path)
+        return shown(self.path.name or str(self.path))
 
     def names(self) -> list[str]:
         """Every tensor name, those of missing shards included."""
@@ -58,14 +64,24 @@ class Checkpoint:
         """Whether the checkpoint has the tensor, in a shard that may be missing here."""
         return tensor in self.tensors or tensor in self._missing
 
-    def lacks_part_of(self, prefix: str) -> bool:
-        """Whether a tensor whose name starts with ``prefix`` is in a shard that is missing."""
-        return any(tensor.startswith(prefix) for tensor in self._missing)
+    def names_below(self, prefix: str) -> list[str]:
+        """Names that start with ``prefix``."""
+        return [name for name in self.names() if name.startswith(prefix)]
+
+    def require_whole(self, prefix: str) -> None:
+        """Of one shard of several, only what is wholly in it can be used.
+
+        Raises:
+            InputError: a tensor whose name starts with ``prefix`` is in another shard.
+        """
+        lost = next((tensor for tensor in self._missing if tensor.startswith(prefix)), None)
+        if self.partial and lost is not None:
+            self._require(lost)
 
     def file_of(self, tensor: str) -> str:
         """Name of the file a tensor is in, for messages."""
         path = self._files.get(tensor)
-        return path.name if path else self._missing.get(tensor, self.name)
+        return shown(path.name if path else self._missing.get(tensor, self.name))
 
     def info(self, tensor: str) -> TensorInfo:
         """Header information of one tensor.
@@ -94,10 +110,12 @@ class Checkpoint:
 
     def _require(self, tensor: str) -> None:
         if tensor in self._missing:
-            raise InputError(
-                f"{self.name}: tensor {tensor} is in {self._missing[tensor]}, which is missing: "
-                "download that shard"
+            what = (
+                "which was not asked for: name the folder or its index instead of one shard"
+                if self.partial
+                else "which is missing: download that shard"
             )
+            raise InputError(f"{self.name}: tensor {tensor} is in {self._missing[tensor]}, {what}")
         if tensor not in self.tensors:
             raise InputError(f"{self.name}: tensor {tensor} is missing")
 
@@ -117,10 +135,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             two files.
     """
     _require_there(path)
-    if path.suffix in _PICKLE_SUFFIXES and path.is_file():
-        raise InputError(f"{path}: {_PICKLE}")
     if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
-        return _from_shards(path, path.parent, [path])
+        return _from_file(path)
     folder = path if path.is_dir() else path.parent
     indexes = [path] if path.is_file() else _regular(folder, f"*{_INDEX_SUFFIX}")
     if len(indexes) > 1:
@@ -128,10 +144,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise InputError(f"{path}: several indexes ({names}): name one of them")
     if indexes:
         return _from_index(path, folder, indexes[0])
-    shards = _regular(folder, "*.safetensors")
-    if not shards:
+    files = _regular(folder, "*.safetensors")
+    if not files:
         raise InputError(f"{path}: {_why_empty(folder)}")
-    return _from_shards(path, folder, shards)
+    tensors, owners = _read(path, files)
+    findings = shards.absent_by_name([file.name for file in files])
+    return Checkpoint(path, tensors, read_config(folder), findings, owners, {})
+
+
+def open_file(path: Path) -> Checkpoint:
+    """Open one safetensors file by itself, whatever is beside it.
+
+    Raises:
+        InputError: not there, a pickle, or a header that lies.
+    """
+    _require_there(path)
+    tensors, owners = _read(path, [path])
+    return Checkpoint(path, tensors, {}, [], owners, {})
 
 
 def _require_there(path: Path) -> None:
@@ -141,6 +170,8 @@ def _require_there(path: Path) -> None:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except (OSError, ValueError):  # ValueError: a name with a NUL
         mode = 0
+    if path.suffix in PICKLE_SUFFIXES and stat.S_ISREG(mode):
+        raise InputError(f"{path}: {PICKLE}")
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise InputError(
             f"{path}: no such file or folder (nothing is downloaded here: a hub id has to be "
@@ -159,7 +190,8 @@ def _regular(folder: Path, pattern: str) -> list[Path]:
         names = sorted(folder.iterdir())
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
-    found = [name for name in names if name.match(pattern)]
+    # macOS leaves "._NAME" beside every file that it copies to a foreign disk.
+    found = [name for name in names if name.match(pattern) and not name.name.startswith("._")]
     for name in found:
         if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
             raise InputError(f"{name}: not a regular file")
@@ -167,32 +199,55 @@ def _regular(folder: Path, pattern: str) -> list[Path]:
 
 
 def _why_empty(folder: Path) -> str:
-    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLE_SUFFIXES)
+    if (folder / "snapshots").is_dir():
+        return "a folder of the hub's cache: name one of the folders in its snapshots"
+    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES)
     if pickles:
-        return f"no safetensors file; {pickles[0]} is {_PICKLE}"
+        return f"no safetensors file; {pickles[0]} is {PICKLE}"
     return "no safetensors file in this folder"
 
 
-def _from_shards(path: Path, folder: Path, shards: list[Path]) -> Checkpoint:
+def _read(path: Path, files: list[Path]) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
+    """Tensors of files without an index, and the file that each is in."""
     tensors: dict[str, TensorInfo] = {}
-    files: dict[str, Path] = {}
-    for shard in shards:
-        for tensor, info in read_header(shard).items():
-            if tensor in files:
+    owners: dict[str, Path] = {}
+    for file in files:
+        for tensor, info in read_header(file).items():
+            if tensor in owners:
                 raise InputError(
-                    f"{path}: tensor {tensor} is in both {files[tensor].name} and {shard.name}, "
+                    f"{path}: tensor {tensor} is in both {owners[tensor].name} and {file.name}, "
                     "and no index says which counts"
                 )
-            tensors[tensor], files[tensor] = info, shard
-    return Checkpoint(path, tensors, read_config(folder), [], files, {})
+            tensors[tensor], owners[tensor] = info, file
+    return tensors, owners
+
+
+def _from_file(path: Path) -> Checkpoint:
+    """One file; where an index beside it makes it a shard of several, the rest is missing."""
+    tensors, owners = _read(path, [path])
+    for index in _regular(path.parent, f"*{_INDEX_SUFFIX}"):
+        weight_map = read_weight_map(index)
+        others = {t: file for t, file in weight_map.items() if file != path.name}
+        if len(others) == len(weight_map):
+            continue  # of other files
+        missing = {t: file for t, file in others.items() if t not in tensors}
+        for tensor, file in weight_map.items():
+            if file == path.name and tensor not in tensors:
+                raise InputError(f"{shown(index.name)}: says {tensor} is in {file}, but it is not")
+        findings = [shards.one_of_several(index.name, path.name, len(missing))] if missing else []
+        config = read_config(path.parent)
+        return Checkpoint(path, tensors, config, findings, owners, missing, bool(missing))
+    findings = shards.absent_by_name([path.name])
+    return Checkpoint(path, tensors, read_config(path.parent), findings, owners, {})
 
 
 def _from_index(path: Path, folder: Path, index: Path) -> Checkpoint:
-    weight_map = _weight_map(index)
+    weight_map = read_weight_map(index)
     tensors: dict[str, TensorInfo] = {}
-    files: dict[str, Path] = {}
+    owners: dict[str, Path] = {}
     missing: dict[str, str] = {}
     findings: list[Finding] = []
+    headers: dict[str, dict[str, TensorInfo]] = {}
     by_shard: dict[str, list[str]] = {}
     for tensor, name in weight_map.items():
         by_shard.setdefault(name, []).append(tensor)
@@ -200,61 +255,25 @@ def _from_index(path: Path, folder: Path, index: Path) -> Checkpoint:
         shard = folder / name
         if not os.path.isfile(shard):
             missing |= dict.fromkeys(wanted, name)
-            findings.append(_missing_shard(index.name, name, len(wanted)))
+            findings.append(shards.missing_shard(index.name, name, len(wanted)))
             continue
-        header = read_header(shard)
+        header = headers[name] = read_header(shard)
         for tensor in wanted:
             if tensor not in header:
-                raise InputError(f"{index.name}: says {tensor} is in {name}, but it is not")
-            tensors[tensor], files[tensor] = header[tensor], shard
-    return Checkpoint(path, tensors, read_config(folder), findings, files, missing)
+                raise InputError(f"{shown(index.name)}: says {tensor} is in {name}, but it is not")
+            tensors[tensor], owners[tensor] = header[tensor], shard
+    findings += shards.copies(index.name, weight_map, headers | _strays(folder, headers))
+    return Checkpoint(path, tensors, read_config(folder), findings, owners, missing)
 
 
-def _missing_shard(index: str, shard: str, tensors: int) -> Finding:
-    return Finding(
-        Severity.NOTE,
-        "missing-shard",
-        f"{index} puts {tensors} tensors in {shard}, which is not there; layers in it cannot be "
-        "checked",
-        file=shard,
-    )
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    content = read_json(index, _MAX_INDEX_BYTES)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index.name}: no weight_map")
-    for tensor, shard in weight_map.items():
-        require_text(index.name, tensor)
-        # Only plain names: an index must not make us read outside its folder.
-        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
-            raise InputError(f"{index.name}: {tensor} is put in {shard!r}, not a plain file name")
-        if shard.endswith(_PICKLE_SUFFIXES):
-            raise InputError(f"{index.name}: {tensor} is in {shard}, {_PICKLE}")
-    return weight_map
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a folder, or nothing.
-
-    Raises:
-        InputError: it is there and cannot be read.
-    """
-    path = folder / "config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def read_json(path: Path, most: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """A JSON object from a file of at most ``most`` bytes.
-
-    Raises:
-        InputError: unreadable, too large, or not a JSON object.
-    """
-    try:
-        if (size := path.stat().st_size) > most:
-            raise InputError(f"{path.name}: {size} bytes, more than any such file has ({most})")
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return parse_object(path.name, raw)
+def _strays(
+    folder: Path, named: dict[str, dict[str, TensorInfo]]
+) -> dict[str, dict[str, TensorInfo]]:
+    """Headers of files that the index does not name; what cannot be read is nobody's concern."""
+    found = {}
+    with contextlib.suppress(OSError):  # an index may be named in a folder that cannot be listed
+        for file in sorted(folder.iterdir()):
+            if file.suffix == ".safetensors" and file.name not in named and file.is_file():
+                with contextlib.suppress(InputError):
+                    found[file.name] = read_header(file)
+    return found

@@ -6,7 +6,6 @@ a JSON object, then the data). The data itself is read by the safetensors librar
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -60,6 +59,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         InputError: missing, truncated, a pickle, or a header that lies about sizes, offsets or
             repeats a tensor; the message names file and tensor.
     """
+    name = shown(path.name)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -69,18 +69,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 # Only here: a header of 640 bytes starts as a pickle does, with 80 02.
                 if start.startswith(_PICKLE_MAGIC):
                     raise InputError(
-                        f"{path.name}: a pickle, refused unread (it could run code): convert the "
+                        f"{name}: a pickle, refused unread (it could run code): convert the "
                         "checkpoint to safetensors"
                     )
                 raise InputError(
-                    f"{path.name}: not a safetensors file, or truncated: {size} bytes cannot hold "
+                    f"{name}: not a safetensors file, or truncated: {size} bytes cannot hold "
                     f"a header of {length}"
                 )
             raw = file.read(length)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     return _check(
-        path.name, parse_object(f"{path.name}: header", raw), size - _LENGTH_BYTES - length
+        shown(path.name),
+        parse_object(f"{shown(path.name)}: header", raw),
+        size - _LENGTH_BYTES - length,
     )
 
 
@@ -113,6 +115,7 @@ def parse_object(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def _check(name: str, header: dict[str, Any], data_bytes: int) -> dict[str, TensorInfo]:
+    _require_metadata(name, header.get(_METADATA))
     tensors = {
         tensor: _info(name, tensor, entry)
         for tensor, entry in header.items()
@@ -129,8 +132,15 @@ def _check(name: str, header: dict[str, Any], data_bytes: int) -> dict[str, Tens
                 f"{name}: tensor {tensor}: {info.dtype} {list(info.shape)} does not take the "
                 f"{info.end - info.begin} bytes its offsets give it"
             )
-    _no_overlap(name, tensors)
+    _require_covered(name, tensors, data_bytes)
     return tensors
+
+
+def _require_metadata(name: str, metadata: Any) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise InputError(f"{name}: {_METADATA} must be an object of texts")
 
 
 def _sizes_agree(info: TensorInfo) -> bool:
@@ -174,8 +184,21 @@ def require_text(name: str, tensor: str) -> None:
         raise InputError(f"{name}: a tensor's name is not text: {tensor[:80]!a}") from error
 
 
-def _no_overlap(name: str, tensors: dict[str, TensorInfo]) -> None:
-    ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
-    for (first, left), (second, right) in itertools.pairwise(ordered):
-        if right.begin < left.end:
-            raise InputError(f"{name}: tensors {first} and {second} overlap in the file")
+def _require_covered(name: str, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
+    """Tensors lie one behind the other and take all of the data, as the library wants it."""
+    end, before = 0, ""
+    for tensor, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if info.begin < end:
+            raise InputError(f"{name}: tensors {before} and {tensor} overlap in the file")
+        if info.begin > end:
+            raise InputError(
+                f"{name}: {info.begin - end} bytes before tensor {tensor} belong to no tensor"
+            )
+        end, before = info.end, tensor
+    if end != data_bytes:
+        raise InputError(f"{name}: {data_bytes - end} bytes after the last tensor belong to none")
+
+
+def shown(name: str) -> str:
+    """A file name as text: bytes that are not UTF-8 are escaped, so that JSON can hold them."""
+    return name.encode("utf-8", "backslashreplace").decode()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 from trtllm_b12x_fix.checkpoint import conventions
 from trtllm_b12x_fix.checkpoint.conventions import Dialect, ProjectionNames
+from trtllm_b12x_fix.checkpoint.findings import Finding
 from trtllm_b12x_fix.errors import InputError
 
 
@@ -25,6 +27,15 @@ class Stack(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a layer is: its prefix, its block number (``None`` where the prefix has none)."""
+
+    prefix: str
+    number: int | None
+    stack: Stack
+
+
+@dataclass(frozen=True)
 class LayerEntry:
     """One mixture-of-experts layer as stored.
 
@@ -35,6 +46,7 @@ class LayerEntry:
         experts, hidden, intermediate: from the tensors, never from the config; sizes are 0 where
             the shard that would tell is missing.
         present: whether all of it is in shards that are here.
+        findings: what its names and shapes brought to light.
     """
 
     prefix: str
@@ -47,6 +59,12 @@ class LayerEntry:
     hidden: int
     intermediate: int
     present: bool
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def is_predictor(self) -> bool:
+        """Whether it predicts further tokens as one more block of the model's own stack."""
+        return self.stack is Stack.SIDE and not conventions.SIDE_STACK.search(self.prefix)
 
     @property
     def is_gated(self) -> bool:
@@ -97,6 +115,12 @@ def choose(layers: Layers, wanted: str, name: str) -> LayerEntry:
         raise InputError(f"{name}: no NVFP4 mixture-of-experts layer found in it")
     matches = _matches(everything, wanted)
     if not matches:
+        aside = [entry for entry in everything if _has_number(entry, wanted)]
+        if aside:
+            raise InputError(
+                f"{name}: the model itself has no MoE layer {wanted}; of a side stack there are "
+                f"{_names(aside)}: name the prefix"
+            )
         raise InputError(f"{name}: no MoE layer {wanted}; there are {_names(everything)}")
     if len(matches) > 1:
         raise InputError(f"{name}: {wanted} could be {_names(matches)}: name one")
@@ -109,15 +133,22 @@ def choose(layers: Layers, wanted: str, name: str) -> LayerEntry:
 def _matches(
     everything: list[LayerEntry | UnusableLayer], wanted: str
 ) -> list[LayerEntry | UnusableLayer]:
-    if wanted.isdecimal():
-        # As text: int() refuses what is longer than 4300 digits.
-        number = wanted.lstrip("0") or "0"
-        same = [entry for entry in everything if str(entry.number) == number]
-        return [entry for entry in same if entry.stack is Stack.MODEL] or same
+    if re.fullmatch("[0-9]+", wanted):
+        same = [entry for entry in everything if _has_number(entry, wanted)]
+        # A predictor in the model's own stack is one of its blocks; what is beside it never is.
+        return [entry for entry in same if entry.stack is Stack.MODEL] or [
+            entry for entry in same if not conventions.SIDE_STACK.search(entry.prefix)
+        ]
     bare = wanted.removesuffix(".").removesuffix(".experts")
     return [e for e in everything if e.prefix in (wanted, f"{bare}.experts")] or [
         e for e in everything if e.prefix.startswith(f"{bare}.")
     ]
+
+
+def _has_number(entry: LayerEntry | UnusableLayer, wanted: str) -> bool:
+    # As text: int() refuses what is longer than 4300 digits.
+    bare = wanted.lstrip("0") or "0"
+    return re.fullmatch("[0-9]+", wanted) is not None and str(entry.number) == bare
 
 
 def _names(entries: list[LayerEntry | UnusableLayer]) -> str:

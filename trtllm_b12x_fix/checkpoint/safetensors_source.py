@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from trtllm_b12x_fix.checkpoint.header import shown
 from trtllm_b12x_fix.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class SafetensorsSource:
             ) from error
         self._path = path
         try:
+            self._size = os.stat(path).st_size
             self._error = SafetensorError
             self._file: Any = safe_open(str(path), framework="pt")
         except (OSError, SafetensorError) as error:
@@ -41,7 +44,7 @@ class SafetensorsSource:
 
     @property
     def name(self) -> str:
-        return self._path.name
+        return shown(self._path.name)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -61,6 +64,7 @@ class SafetensorsSource:
         Raises:
             InputError: it cannot be read, or the index is out of range.
         """
+        self._require_unchanged(tensor)
         try:
             rows: Tensor = self._file.get_slice(tensor)[index : index + 1]
         except (self._error, *_TORCH_REFUSALS) as error:
@@ -70,11 +74,24 @@ class SafetensorsSource:
         return rows[0]
 
     def get(self, tensor: str) -> Tensor:
+        self._require_unchanged(tensor)
         try:
             result: Tensor = self._file.get_tensor(tensor)
         except (self._error, *_TORCH_REFUSALS) as error:
             raise self._unreadable(tensor, error) from error
         return result
+
+    def _require_unchanged(self, tensor: str) -> None:
+        """Reading past the end of a mapped file that shrank would kill the process (SIGBUS)."""
+        try:
+            size = os.stat(self._path).st_size
+        except OSError as error:
+            raise self._unreadable(tensor, error) from error
+        if size != self._size:
+            raise InputError(
+                f"{self.name}: tensor {tensor} cannot be read: the file had {self._size} bytes "
+                f"when it was opened and has {size}; it must not change meanwhile"
+            )
 
     def _unreadable(self, tensor: str, error: Exception) -> InputError:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 NAME = "check-layer"
 HELP = "what baked and repaired scales cost on one layer (default: the embedded real layer)"
 
+_ROWS = (1, 2, 4, 8, 17, 64)
 KERNEL_NAMES = ("auto", "direct-micro", "micro", "static", "dynamic")
 
 
@@ -72,8 +73,9 @@ def _add_layer_arguments(group: argparse._ArgumentGroup) -> None:
         "--experts",
         type=parsing.experts,
         metavar="A-B,...|N",
-        help="with --checkpoint: check these experts, routed at random (default: all, by the "
-        "layer's own router); with --preset: how many experts the layer has",
+        help="with --checkpoint: route at random among these experts; those that no token goes to "
+        "are not read, and the report says how many were (default: all, by the layer's own "
+        "router); with --preset: how many experts the layer has",
     )
     group.add_argument(
         "--top-k",
@@ -98,7 +100,7 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         type=parsing.rows,
-        default=parsing.rows("1,2,4,8,17,64"),
+        default=_ROWS,
         metavar="N,...",
         help="token counts to check (default: 1,2,4,8,17,64)",
     )
@@ -200,7 +202,16 @@ def _check(args: argparse.Namespace, progress: ProgressLine) -> LayerCheckResult
     gates = _gates(args.gate, arms)
     own = own.to(device) if own else None
     subject = subject.to(device)
-    result = check(subject, settings, gates, progress, own, findings, made)
+    try:
+        result = check(subject, settings, gates, progress, own, findings, made)
+    except InputError as error:
+        if not findings:
+            raise
+        from trtllm_b12x_fix.report.listing import said
+
+        # What was found until then may be why.
+        found = "; ".join(said(finding) for finding in findings)
+        raise InputError(f"{error}; findings in the checkpoint: {found}") from error
     # Last: a CUDA error in a real kernel ends all CUDA work of the process.
     real = real_kernels.run(kernels, subject, settings, progress)
     verdict = Verdict.FINDING if real.findings else result.verdict
@@ -216,10 +227,27 @@ def _check_targets(args: argparse.Namespace) -> None:
     for target in (args.plot, args.json):
         if target is not None:
             files.check_writable(target)
+            files.check_apart(target, _sources(args))
     if args.plot not in (None, files.STDOUT) and not args.plot.lower().endswith(".svg"):
         raise InputError(f"--plot {args.plot}: the figure is SVG; name a file that ends in .svg")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(MATPLOTLIB_MISSING)
+
+
+#: Files of a checkpoint's folder that are read here, or by whoever serves the model.
+_CHECKPOINT_FILES = ("*.safetensors*", "*config*.json", "tokenizer*")
+
+
+def _sources(args: argparse.Namespace) -> list[Path]:
+    """The files that a run reads."""
+    sources = []
+    if args.checkpoint is not None:
+        folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
+        sources = [args.checkpoint, *(f for p in _CHECKPOINT_FILES for f in folder.glob(p))]
+    if args.inputs is not None:
+        path, suffix, _ = args.inputs.rpartition(".safetensors")
+        sources.append(Path(path + suffix))
+    return sources
 
 
 def _report(args: argparse.Namespace, result: LayerCheckResult) -> None:
@@ -253,8 +281,30 @@ def _check_options(args: argparse.Namespace) -> None:
                 )
         if args.list:
             raise InputError("--list needs --checkpoint PATH")
-    elif args.layer is None and not args.list:
+    elif args.list:
+        _check_list_options(args)
+    elif args.layer is None:
         raise InputError("--checkpoint needs --layer N; --list shows which layers there are")
+
+
+#: Options that --list does nothing with, and their defaults.
+_NOT_FOR_LISTS = {
+    "rows": _ROWS,
+    "kernel": "auto",
+    "input_scales": "layer",
+    "device": "auto",
+    "seed": 0,
+    "real_kernels": "auto",
+    **dict.fromkeys(("layer", "experts", "top_k", "activations", "inputs", "arms")),
+    **dict.fromkeys(("flashinfer", "gate", "plot")),
+}
+
+
+def _check_list_options(args: argparse.Namespace) -> None:
+    for name, default in _NOT_FOR_LISTS.items():
+        if getattr(args, name) != default:
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} and --list: --list checks nothing, leave it out")
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -268,7 +318,7 @@ def _list(args: argparse.Namespace) -> int:
         files.write(args.json, listing.to_json(layers, checkpoint))
     if args.json != files.STDOUT:
         files.write(files.STDOUT, listing.render(layers, checkpoint))
-    return 1 if listing.verdict(layers) is Verdict.FINDING else 0
+    return 1 if listing.verdict(layers, checkpoint) is Verdict.FINDING else 0
 
 
 def _subject(

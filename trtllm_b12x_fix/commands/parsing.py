@@ -50,7 +50,7 @@ def experts(text: str) -> tuple[int, ...]:
     """``0-31`` or ``0,5,9-11``: distinct experts in rising order."""
     chosen: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*", part)
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise argparse.ArgumentTypeError(f"{text!r}: write experts as 0-31 or 0,5,9-11")
         chosen |= set(range(int(match[1]), int(match[2] or match[1]) + 1))

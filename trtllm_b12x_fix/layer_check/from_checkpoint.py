@@ -16,17 +16,16 @@ from trtllm_b12x_fix.checkpoint.config import ModelConfig
 from trtllm_b12x_fix.checkpoint.discovery import discover
 from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
 from trtllm_b12x_fix.checkpoint.findings import Finding
-from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Layers, Storage, choose
-from trtllm_b12x_fix.checkpoint.router import Router, random_routing
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Layers, Stack, Storage, choose
+from trtllm_b12x_fix.checkpoint.own_router import read_router
+from trtllm_b12x_fix.checkpoint.recorded import read_recorded
+from trtllm_b12x_fix.checkpoint.router import random_routing
 from trtllm_b12x_fix.emulator.moe import Routing
 from trtllm_b12x_fix.emulator.reference import intermediate_amax
 from trtllm_b12x_fix.errors import InputError, ScaleError, ShapeError
 from trtllm_b12x_fix.formats.nvfp4 import CALIBRATION_MAX
 from trtllm_b12x_fix.layer import Activation, MoELayer, pad_activations, pad_to_tiles
 from trtllm_b12x_fix.layer_check.run import LayerInput
-
-#: Tensor names tried in a file of recorded activations when none is named.
-RECORDED_NAMES = ("hidden_states", "recorded.hidden_states", "x")
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,7 @@ def load(request: Request) -> Loaded:
     """
     checkpoint = open_checkpoint(request.path)
     entry = choose(discover(checkpoint), request.layer, checkpoint.name)
+    checkpoint.require_whole(f"{entry.prefix}.")
     _require_sizes(checkpoint, entry)
     config = ModelConfig(checkpoint.config)
     activation = request.activation or config.activation(entry)
@@ -94,8 +94,8 @@ def load(request: Request) -> Loaded:
                 loaded = _load(checkpoint, entry, experts, activation)
     subject = _subject(loaded.layer, x, routing, f"{inputs}; {routed}")
     subject = replace(subject, model_experts=entry.experts)
-    findings = (*checkpoint.findings, *config.contradictions(entry), *loaded.findings)
-    return Loaded(subject, findings)
+    names = (*checkpoint.findings, *config.contradictions(entry), *entry.findings)
+    return Loaded(subject, (*names, *loaded.findings))
 
 
 #: Tokens that tell nearly how large FC2's input gets, at a fraction of the cost of all.
@@ -146,7 +146,10 @@ def _load(
 
 def _describe(checkpoint: Checkpoint, entry: LayerEntry, used: Sequence[int]) -> str:
     some = "" if len(used) == entry.experts else f", {len(used)} of {entry.experts} experts read"
-    return f"{checkpoint.name}: {entry.prefix} ({entry.dialect.value}, {entry.storage.value}{some})"
+    stack = {True: ", one more block that predicts further tokens", False: ", side stack"}
+    side = "" if entry.stack is Stack.MODEL else stack[entry.is_predictor]
+    kind = f"{entry.dialect.value}, {entry.storage.value}{side}{some}"
+    return f"{checkpoint.name}: {entry.prefix} ({kind})"
 
 
 def _pool(asked: tuple[int, ...] | None, entry: LayerEntry) -> tuple[int, ...]:
@@ -170,7 +173,7 @@ def _inputs(
     request: Request, checkpoint: Checkpoint, entry: LayerEntry, generator: torch.Generator
 ) -> tuple[Tensor, str]:
     if request.inputs is not None:
-        return _recorded(request.inputs, request.tokens)
+        return read_recorded(request.inputs, request.tokens)
     x = torch.randn(request.tokens, entry.hidden, generator=generator)
     # The calibrated scale says what amax the layer's inputs have: 2688 times it.
     scale, _ = largest_input_scales(checkpoint, entry)
@@ -181,29 +184,6 @@ def _inputs(
             f"inputs of {CALIBRATION_MAX:g} times that are beyond bf16"
         )
     return x, "N(0,1) scaled so that the largest is 2688 * input_scale"
-
-
-def _recorded(where: str, tokens: int) -> tuple[Tensor, str]:
-    path, _, tensor = where.rpartition(".safetensors")
-    source = open_checkpoint(Path(f"{path}.safetensors"))
-    name = tensor.removeprefix(":") or next((n for n in RECORDED_NAMES if source.has(n)), "")
-    if not name:
-        raise InputError(
-            f"{source.name}: none of {', '.join(RECORDED_NAMES)} in it: name the tensor with "
-            "--inputs FILE.safetensors:TENSOR"
-        )
-    x = source.get(name)
-    if not x.is_floating_point() or x.dim() != 2:
-        raise InputError(
-            f"{source.name}: {name} must be floating [tokens, hidden], got {x.dtype} "
-            f"{tuple(x.shape)}"
-        )
-    if x.shape[0] < tokens:
-        raise InputError(f"{source.name}: {name} has {x.shape[0]} tokens, --rows asks for {tokens}")
-    x = x[:tokens].to(torch.bfloat16)
-    if not bool(torch.isfinite(x).all()):
-        raise InputError(f"{source.name}: {name} holds NaN or infinity")
-    return x, f"recorded ({source.name}: {name})"
 
 
 def _route(
@@ -218,7 +198,9 @@ def _route(
 ) -> tuple[Routing, list[int], str]:
     """Routing with expert ids renumbered to their places in the list of experts that have work,
     that list, and how the routing came about."""
-    router, why_not = _router(checkpoint, entry, config, x, pool, top_k)
+    router, why_not = None, "a sample of experts was asked for"
+    if len(pool) == entry.experts:
+        router, why_not = read_router(checkpoint, entry, config, top_k)
     if router is not None:
         ids, weights = router.route(x)
         words = f"the layer's own router ({router.spec.scoring.value})"
@@ -228,51 +210,6 @@ def _route(
         ids, words = torch.tensor(pool)[places], f"random routing ({why_not})"
     used, local = ids.unique(return_inverse=True)
     return Routing(local, weights), used.tolist(), words
-
-
-def _router(
-    checkpoint: Checkpoint,
-    entry: LayerEntry,
-    config: ModelConfig,
-    x: Tensor,
-    pool: tuple[int, ...],
-    top_k: int,
-) -> tuple[Router | None, str]:
-    base = entry.prefix.removesuffix("experts")
-    name = next((base + n for n in conventions.ROUTER_WEIGHTS if checkpoint.has(base + n)), None)
-    if name is None:
-        return None, "the file has no router"
-    if len(pool) < entry.experts:
-        return None, "a sample of experts was asked for"
-    if unknown := config.unknown_routing():
-        return None, unknown
-    if checkpoint.has(base + conventions.ROUTER_PLAIN_BIAS):
-        return None, "the router has a plain bias, which is not emulated"
-    weight = checkpoint.get(name)
-    if weight.is_floating_point() and weight.dtype.itemsize == 1:
-        return None, "the router itself is quantized"
-    if not weight.is_floating_point() or weight.dim() != 2 or weight.shape[0] != entry.experts:
-        raise InputError(
-            f"{checkpoint.file_of(name)}: {name} must be floating [{entry.experts}, hidden], got "
-            f"{weight.dtype} {tuple(weight.shape)}"
-        )
-    if weight.shape[1] != x.shape[1]:
-        return None, (
-            f"the router works on {weight.shape[1]}, the experts on {x.shape[1]}: a latent MoE"
-        )
-    bias = next((base + n for n in conventions.ROUTER_BIASES if checkpoint.has(base + n)), None)
-    values = checkpoint.get(bias) if bias else None
-    if values is not None and (
-        not values.is_floating_point() or tuple(values.shape) != (entry.experts,)
-    ):
-        raise InputError(
-            f"{checkpoint.file_of(bias or '')}: {bias} must be floating [{entry.experts}], got "
-            f"{values.dtype} {tuple(values.shape)}"
-        )
-    for tensor, held in ((name, weight), (bias, values)):
-        if tensor and held is not None and not bool(torch.isfinite(held.float()).all()):
-            raise InputError(f"{checkpoint.file_of(tensor)}: {tensor} holds NaN or infinity")
-    return Router(weight, values, config.router_spec(top_k, corrected=values is not None)), ""
 
 
 def list_layers(path: Path) -> tuple[Layers, Checkpoint]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from trtllm_b12x_fix.errors import InputError
@@ -58,6 +59,19 @@ def check_writable(target: str) -> None:
         raise InputError(f"cannot write {target}: No such file or directory")
     if not os.access(path.parent, os.W_OK) and not path.exists():
         raise InputError(f"cannot write {target}: Permission denied")
+
+
+def check_apart(target: str, sources: Iterable[Path]) -> None:
+    """A report must not take the place of what it is about.
+
+    Raises:
+        InputError: the target is one of the files that are read.
+    """
+    if target == STDOUT or not os.path.exists(target):
+        return
+    for source in sources:
+        if source.exists() and os.path.samefile(target, source):
+            raise InputError(f"cannot write {target}: it is {source}, which is read")
 
 
 def _print(text: str) -> None:

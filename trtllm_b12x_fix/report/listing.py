@@ -26,9 +26,10 @@ _HEADER = [
 ]
 
 
-def verdict(layers: Layers) -> Verdict:
-    """A finding where a layer cannot be checked."""
-    return Verdict.FINDING if layers.unusable else Verdict.GOOD
+def verdict(layers: Layers, checkpoint: Checkpoint) -> Verdict:
+    """A finding where a layer cannot be checked, or where a part of one is missing."""
+    damaged = any(one.severity is Severity.DAMAGE for one in _findings(layers, checkpoint))
+    return Verdict.FINDING if damaged else Verdict.GOOD
 
 
 def to_json(layers: Layers, checkpoint: Checkpoint) -> str:
@@ -36,7 +37,7 @@ def to_json(layers: Layers, checkpoint: Checkpoint) -> str:
     config = ModelConfig(checkpoint.config)
     document = {
         "schema": SCHEMA,
-        "verdict": verdict(layers).value,
+        "verdict": verdict(layers, checkpoint).value,
         "source": checkpoint.name,
         "layers": [_entry(entry, config.activation_name(entry)) for entry in layers.usable],
         "findings": [finding_document(finding) for finding in _findings(layers, checkpoint)],
@@ -61,7 +62,21 @@ def _entry(entry: LayerEntry, activation: str) -> dict[str, Any]:
 
 
 def _findings(layers: Layers, checkpoint: Checkpoint) -> list[Finding]:
-    return checkpoint.findings + [_cannot_be_checked(layer) for layer in layers.unusable]
+    config = ModelConfig(checkpoint.config)
+    own = [one for entry in layers.usable for one in _of_layer(entry, config)]
+    return [*checkpoint.findings, *own, *map(_cannot_be_checked, layers.unusable)]
+
+
+def _of_layer(entry: LayerEntry, config: ModelConfig) -> list[Finding]:
+    # Sizes that every layer has otherwise than the config says are no news in a list of sizes.
+    claims = [one for one in config.contradictions(entry) if one.severity is Severity.DAMAGE]
+    return [*claims, *entry.findings]
+
+
+def said(finding: Finding) -> str:
+    """A finding in one line, with its place."""
+    place = finding.tensor or finding.file
+    return f"{place}: {finding.message}" if place else finding.message
 
 
 def _cannot_be_checked(layer: UnusableLayer) -> Finding:
@@ -78,7 +93,8 @@ def render(layers: Layers, checkpoint: Checkpoint) -> str:
     parts = []
     if layers.usable:
         config = ModelConfig(checkpoint.config)
-        rows = [_row(entry, config.activation_name(entry)) for entry in layers.usable]
+        lost = "partly in other shards" if checkpoint.partial else "a shard is missing"
+        rows = [_row(entry, config.activation_name(entry), lost) for entry in layers.usable]
         parts.append(grid(_HEADER, rows, left=1))
     elif not layers.unusable:
         parts.append(
@@ -88,11 +104,11 @@ def render(layers: Layers, checkpoint: Checkpoint) -> str:
             )
         )
     if findings := _findings(layers, checkpoint):
-        parts.append("\n".join(bullet(finding.message) for finding in findings))
+        parts.append("\n".join(bullet(said(finding)) for finding in findings))
     return "\n\n".join(parts) + "\n"
 
 
-def _row(entry: LayerEntry, activation: str) -> list[str]:
+def _row(entry: LayerEntry, activation: str, lost: str) -> list[str]:
     number = "-" if entry.number is None else str(entry.number)
     return [
         number if entry.stack is Stack.MODEL else f"{number} (side stack)",
@@ -102,5 +118,5 @@ def _row(entry: LayerEntry, activation: str) -> list[str]:
         printable(activation),
         entry.dialect.value,
         entry.storage.value,
-        printable(entry.prefix) + ("" if entry.present else "  (a shard is missing)"),
+        printable(entry.prefix) + ("" if entry.present else f"  ({lost})"),
     ]
