@@ -821,6 +821,27 @@ def test_the_hook_that_the_class_itself_defines_is_patched(
     assert (patch.owner, patch.attribute) == (kind, patched)
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda self: None,
+        lambda self, module, weights: None,
+        lambda self, layer: None,
+        lambda self, module, weights=None: None,
+        lambda self, *modules: None,
+        lambda self, *, module: None,
+    ],
+)
+def test_a_hook_of_another_signature_is_refused(installed_version, hook):
+    kind = type(CLASS, (), {"transform_weights": hook})
+    (patch,) = on_import(quantization(**{CLASS: kind}), Settings(mode=Mode.AUTO)).patches
+    with pytest.raises(UnsupportedVersionError) as caught:
+        patch.install()
+    for words in ("transform_weights", "known is (self, module)", "TRTLLM_B12X_FIX=off"):
+        assert words in str(caught.value)
+    assert kind.transform_weights is hook
+
+
 def test_the_class_that_loads_is_watched_where_it_is_defined(installed_version):
     base = owner(LOADING)
     kind = owner("transform_weights", bases=(base,))

@@ -13,6 +13,7 @@ shared buffers and whatever else a version adds stay upstream's.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,10 +81,24 @@ def on_import(module: ModuleType, settings: Settings) -> TargetPlan:
             "TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
         )
     process = Process(settings, version)
-    patches = [Patch(owner, name, process.replacement, undone=process.dispatch.release)]
+    patches = [
+        Patch(owner, name, process.replacement, takes_a_module, undone=process.dispatch.release)
+    ]
     if (loader := loading_class(owner)) is not None:
         patches.append(Patch(loader, LOADING, lambda upstream: watch_halves(upstream, owner)))
     return TargetPlan(tuple(patches), f"{CLASS}.{name}", versions)
+
+
+def takes_a_module(upstream: Hook) -> str | None:
+    """What is not as known about the method's parameters, or ``None``."""
+    parameters = list(inspect.signature(upstream).parameters.values())
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(parameters) == len(needed) == 2 and needed[1].name == "module":
+        return None
+    return (
+        f"it takes {inspect.signature(upstream)}, known is (self, module); set "
+        "TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
+    )
 
 
 def tensorrt_llm_version() -> str:
