@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(_variable, "1")
 # A test that would load from a model hub has to fail here as it does in CI.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Processes that a test starts must leave no record where the user's servers do.
+os.environ["TRTLLM_B12X_FIX_LEDGER"] = str(
+    Path(tempfile.gettempdir()) / f"trtllm-b12x-fix-tests-{os.getuid()}"
+)
 
 import hypothesis
 import pytest

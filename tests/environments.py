@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from trtllm_b12x_fix.settings import PREFIX
+from trtllm_b12x_fix.settings import LEDGER, PREFIX
 
 ROOT = Path(__file__).resolve().parents[1]
 PTH = "trtllm_b12x_fix.pth"
@@ -88,7 +88,8 @@ def clean_environ(**variables: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith((PREFIX, "PYTHON")) and name != "VIRTUAL_ENV"
     }
-    return {**kept, **variables}
+    # Not the user's own: the records of these processes would stand among those of servers.
+    return {**kept, LEDGER: os.environ[LEDGER], **variables}
 
 
 def link_package(name: str, site: Path) -> bool:

@@ -88,11 +88,12 @@ def examine(capsys, *options: str) -> tuple[int, dict]:
 # ---- verdicts
 
 
-def test_nothing_installed_is_not_affected(site, capsys):
+def test_nothing_installed_is_nothing_to_judge(site, capsys):
+    """The likeliest mistake is the wrong Python: nothing looked at must not read as good."""
     code, document = examine(capsys)
-    assert code == 0
+    assert code == 2
     assert document["schema"] == "trtllm-b12x-fix/doctor/1"
-    assert document["verdict"] == "not affected"
+    assert document["verdict"] == "nothing to judge"
     assert document["tensorrt_llm"]["kind"] == "absent"
     assert document["advisories"] == []
 
@@ -416,7 +417,7 @@ def test_escape_sequences_do_not_reach_the_terminal(site, capsys, monkeypatch):
 def test_a_leftover_folder(site, capsys):
     (site / "tensorrt_llm" / "libs").mkdir(parents=True)
     code, document = examine(capsys)
-    assert code == 0
+    assert code == 2
     assert any("without __init__.py" in note for note in document["notes"])
 
 
@@ -733,4 +734,4 @@ def test_reading_a_model_reads_no_tensor(tmp_path, monkeypatch):
 
 def test_gathering_without_a_model_is_one_look():
     """What the mutants replace is what the command calls."""
-    assert diagnosis.diagnose(diagnosis.gather(None)).verdict is Verdict.NOT_AFFECTED
+    assert diagnosis.diagnose(diagnosis.gather(None)).verdict is Verdict.NOTHING

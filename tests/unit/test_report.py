@@ -165,7 +165,8 @@ def test_the_text_ends_in_one_newline_and_says_that_nothing_ran_on_hardware():
     ("verdict", "word"), [(Verdict.GOOD, "good"), (Verdict.FINDING, "FINDING")]
 )
 def test_the_verdict_is_a_line(verdict, word):
-    assert f"VERDICT  {word}" in table.render(result(verdict=verdict)).splitlines()
+    (line,) = [x for x in table.render(result(verdict=verdict)).splitlines() if "VERDICT" in x]
+    assert line.startswith(f"VERDICT  {word}")
 
 
 def test_an_exact_arm_is_called_exact():
@@ -339,7 +340,8 @@ def test_no_control_character_reaches_the_terminal(where):
         control = {c for c in rendered if unicodedata.category(c) in ("Cc", "Zl", "Zp")} - {"\n"}
         assert control == set(), ascii(text)
         verdicts = [line for line in rendered.splitlines() if line.startswith("VERDICT")]
-        assert verdicts == ["VERDICT  good"], ascii(text)
+        assert len(verdicts) == 1, ascii(text)
+        assert verdicts[0].startswith("VERDICT  good ("), ascii(text)
 
 
 def test_names_in_any_script_are_kept():

@@ -7,7 +7,7 @@ itself (import trtllm_b12x_fix.auto) cannot be seen from outside: `status` tells
 exit codes
   0  not affected, or affected and the fix is on and would hold
   1  affected, and the fix is off, would refuse, or cannot be judged
-  2  an installation or a model that cannot be read
+  2  an installation or a model that cannot be read, or no TensorRT-LLM for this Python
 """
 
 from __future__ import annotations

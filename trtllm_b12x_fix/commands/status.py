@@ -6,7 +6,8 @@ process still runs is looked up now.
 
 exit codes
   0  every live process that imported the module is repaired, or needs no repair; or none is live
-  1  one is not: switched off, failed, replaced by someone else, or a layer failed its check
+  1  one is not: switched off, failed, replaced by someone else, or a layer failed its check; with
+     --require-live also if none is live
   2  the records cannot be used, or a live process's record cannot be read
 """
 
@@ -29,7 +30,9 @@ from trtllm_b12x_fix.settings import LEDGER, ledger_directory
 NAME = "status"
 HELP = "what running processes really did: repaired, off, failed, replaced"
 
+SCHEMA = "trtllm-b12x-fix/status/1"
 GOOD, FINDING, UNUSABLE = 0, 1, 2
+_VERDICTS = {GOOD: "good", FINDING: "finding", UNUSABLE: "unusable"}
 _ENDED_SHOWN = 5
 _COMMAND_WIDTH = 38
 _HEADER = ["pid", "age", "state", "mode", "layers", "verify", "command"]
@@ -39,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of status."""
     parser.add_argument(
         "--json", metavar="FILE", help="write everything that was recorded (- for stdout)"
+    )
+    parser.add_argument(
+        "--require-live",
+        action="store_true",
+        help="no live process is a finding, too (exit 1): for health checks",
     )
     parser.add_argument(
         "--all",
@@ -58,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         files.check_writable(args.json)
     processes = read_processes(folder)
     code = exit_code(processes)
+    if args.require_live and not any(process.life is Life.LIVE for process in processes):
+        code = max(code, FINDING)
     if args.json != files.STDOUT:
         print(render(processes, folder, show_all=args.all))
     if args.json is not None:
@@ -150,8 +160,9 @@ def _live(live: Sequence[ProcessStatus]) -> str:
 
 def _as_json(processes: Sequence[ProcessStatus], folder: Path, code: int) -> dict[str, Any]:
     return {
-        "schema": 1,
-        "ledger": str(folder),
+        "schema": SCHEMA,
+        "verdict": _VERDICTS[code],
+        "ledger": printable(str(folder)),
         "exit_code": code,
         "processes": [
             {

@@ -34,11 +34,12 @@ class Verdict(enum.Enum):
     FIXED = "affected, and the fix is on"
     AFFECTED = "affected"
     UNUSABLE = "unusable"
+    NOTHING = "nothing to judge"
 
     @property
     def exit_code(self) -> int:
-        """0 good, 1 finding, 2 unusable."""
-        return {Verdict.AFFECTED: 1, Verdict.UNUSABLE: 2}.get(self, 0)
+        """0 good, 1 finding, 2 unusable; nothing looked at is not good."""
+        return {Verdict.AFFECTED: 1, Verdict.UNUSABLE: 2, Verdict.NOTHING: 2}.get(self, 0)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ def _verdict(facts: Facts) -> _Judgement:
     if facts.damage:
         ways = ("install TensorRT-LLM again",)
         return Verdict.UNUSABLE, f"TensorRT-LLM cannot be judged: {facts.damage}", None, ways
+    if not facts.tensorrt_llm.importable:
+        reason = f"TensorRT-LLM is not installed for this Python ({facts.tensorrt_llm.kind.value})"
+        return Verdict.NOTHING, reason, None, ("run this with the server's Python",)
     if reason := _not_affected(facts):
         return Verdict.NOT_AFFECTED, reason, None, ()
     reading = facts.reading
@@ -159,9 +163,7 @@ def _what(facts: Facts, reading: SourceReading) -> str:
 
 def _not_affected(facts: Facts) -> str:
     """Why nothing needs a repair, empty where something may."""
-    package, reading, gpus = facts.tensorrt_llm, facts.reading, facts.environment.gpus
-    if not package.importable:
-        return f"TensorRT-LLM is not installed for this Python ({package.kind.value})"
+    reading, gpus = facts.reading, facts.environment.gpus
     if reading is None:
         return f"this TensorRT-LLM has no {CLASS} and makes no b12x wrapper"
     if reading.handling is ScaleHandling.INTACT:
@@ -190,7 +192,11 @@ def _switch_on(switch: Switch) -> tuple[str, ...]:
     if switch.problem:
         ways.append("correct that variable, or unset it")
     elif not switch.mode.wants_repair:
-        ways.append(f"set {MODE}=auto in the environment of the server")
+        ways.append(
+            "start the server with `trtllm-b12x-fix run -- COMMAND`, or set "
+            f"{MODE}=auto in its environment (`trtllm-b12x-fix run -- trtllm-b12x-fix doctor` "
+            "judges with it on)"
+        )
     if not switch.hooked:
         ways.append(
             f"install this package again, so that {STARTUP_FILE} is in site-packages"

@@ -15,7 +15,7 @@ from trtllm_b12x_fix.layer_check.result import (
 from trtllm_b12x_fix.report.text import count_rows, labelled, percent, span
 
 _VERDICTS = {
-    Verdict.GOOD: "good",
+    Verdict.GOOD: "good (of the repair; what is shipped stands below)",
     Verdict.FINDING: "FINDING",
     Verdict.UNGATED: "none: no arm was held against a limit, figures only",
 }
@@ -55,7 +55,10 @@ def _size(shape: dict[str, int | str], name: str) -> str:
 def answer(result: LayerCheckResult) -> str:
     """The verdict, which judges the repair, and beside it what the shipped conversion costs."""
     lines = [f"VERDICT  {_VERDICTS[result.verdict]}"]
-    lines += _section("repaired", [*map(_gate, result.gates), *_cost(Arm.FIX, result)])
+    fix = [gate for gate in result.gates if gate.arm is Arm.FIX]
+    others = [gate for gate in result.gates if gate.arm is not Arm.FIX]
+    lines += _section("repaired", [*map(_gate, fix), *_cost(Arm.FIX, result)])
+    lines += _section("gates", list(map(_gate, others)))
     if result.real_kernels is not None:
         lines += _section("kernels", [_real(arm) for arm in result.real_kernels.findings])
     shipped = _cost(Arm.BAKED, result)

@@ -22,6 +22,7 @@ _WORDS = {
     Verdict.FIXED: "good",
     Verdict.AFFECTED: "FINDING",
     Verdict.UNUSABLE: "UNUSABLE",
+    Verdict.NOTHING: "UNUSABLE",
 }
 
 
