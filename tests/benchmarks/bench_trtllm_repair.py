@@ -42,8 +42,7 @@ REPEATS, WARMUPS = 7, 2
 #: The limits: added time and temporaries as shares, bytes that stay beside upstream's.
 TIME_LIMIT, TEMPORARY_LIMIT, RESIDENT_LIMIT = 0.02, 0.01, 64 * 1024
 _SETTINGS = {
-    "TRTLLM_B12X_FIX": "auto",
-    "TRTLLM_B12X_FIX_VERIFY": "off",
+    "TRTLLM_B12X_FIX": "off",  # the start-up file of an installed package must not patch first
     # Of the machine's cores, as a loading process has them.
     "OMP_NUM_THREADS": "2",
 }
@@ -167,10 +166,10 @@ def _patched(facts: Any) -> tuple[Upstream, Callable[[Any, Any], None]]:
     import importlib
 
     from trtllm_b12x_fix.integrations import tensorrt_llm
-    from trtllm_b12x_fix.settings import Settings
+    from trtllm_b12x_fix.settings import Mode, Settings, Verify
 
     quantization = importlib.import_module(facts.quantization_module)
-    plan = tensorrt_llm.on_import(quantization, Settings.from_environment())
+    plan = tensorrt_llm.on_import(quantization, Settings(mode=Mode.AUTO, verify=Verify.OFF))
     (patch,) = [one for one in plan.patches if one.attribute == facts.hook]
     owner = getattr(quantization, tensorrt_llm.CLASS)
     upstream = Upstream(getattr(owner, facts.hook))

@@ -170,7 +170,7 @@ def test_direct_micro_is_launched_without_the_fix_and_never_with_it(
 ):
     oracle_dir(f"flashinfer-{VERSION}")
     oracle_dir("flashinfer-deps")
-    monkeypatch.setenv("TRTLLM_B12X_FIX", "auto")
+    monkeypatch.setenv("TRTLLM_B12X_FIX", "auto" if switch == "on" else "off")
     monkeypatch.setenv("TRTLLM_B12X_FIX_LEDGER", str(tmp_path / "ledger"))
     (tmp_path / "stand-in").mkdir()
     write_stand_in(tmp_path / "stand-in", Era.MOE_TRANSFORM)

@@ -43,8 +43,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> list[dict]:
-    """Ten imports, each in a process of its own."""
-    return [json.loads(python("-c", _IMPORT_AND_REPORT).stdout) for _ in range(10)]
+    """Ten imports, each in a process of its own; -S, or the start-up file has done it already."""
+    return [json.loads(python("-S", "-c", _IMPORT_AND_REPORT).stdout) for _ in range(10)]
 
 
 def test_importing_the_package_imports_the_standard_library_alone(imports):
