@@ -916,7 +916,55 @@ DISPATCH = [
     ),
 ]
 
-MUTANTS = [*ARGUMENTS, *MEMORY, *REFUSALS, *PROCESS, *VERIFICATION, *DISPATCH]
+MEMORY_OF_THE_PROCESS = [
+    Mutant(
+        "an undone patch lets the dispatch go",
+        tensorrt_llm,
+        "_let_go",
+        lambda: tensorrt_llm._HOLD.release(),
+        contract_tests.test_layers_repaired_before_keep_the_dispatch_when_the_patch_is_undone,
+    ),
+    Mutant(
+        "nothing is ever put back",
+        tensorrt_llm,
+        "_let_go",
+        _nothing,
+        contract_tests.test_without_a_repaired_layer_the_dispatch_is_put_back,
+    ),
+    Mutant(
+        "layers loaded before are not looked for",
+        tensorrt_llm.Process,
+        "tell_of_earlier_layers",
+        _nothing,
+        contract_tests.test_a_layer_loaded_before_the_fix_is_told_and_fails_the_status,
+    ),
+    Mutant(
+        "what the layer keeps is believed",
+        trtllm_contract,
+        "_check_agreement",
+        _nothing,
+        contract_tests.test_a_kept_weight_scale_2_that_is_not_the_alphas_is_refused,
+        {"factor": 2.0},
+    ),
+    Mutant(
+        "a failed check is forgotten",
+        tensorrt_llm.Process,
+        "_condemned",
+        property(lambda self: "", lambda self, value: None),
+        verify_tests.test_the_next_layers_do_not_run_on_a_kernel_proved_wrong,
+        {"misbehaviour": verify_tests.WRONG[0]},
+    ),
+]
+
+MUTANTS = [
+    *ARGUMENTS,
+    *MEMORY_OF_THE_PROCESS,
+    *MEMORY,
+    *REFUSALS,
+    *PROCESS,
+    *VERIFICATION,
+    *DISPATCH,
+]
 
 
 CAUGHT = (AssertionError, pytest.fail.Exception, B12xFixError, torch.cuda.OutOfMemoryError)
@@ -936,8 +984,12 @@ def fixtures(monkeypatch, tmp_path) -> dict[str, Any]:
     """What the guards ask for."""
     bench: Bench = make_bench(monkeypatch, tmp_path)
     monkeypatch.setattr(tensorrt_llm.metadata, "version", {"tensorrt_llm": VERSION}.__getitem__)
+    monkeypatch.setattr(tensorrt_llm, "_HOLD", DispatchHold())
+    monkeypatch.setattr(tensorrt_llm, "_REPAIRED", weakref.WeakSet())
+    bench.use("0.6.18")
     return {
         "bench": bench,
+        "shared": bench,
         "monkeypatch": monkeypatch,
         "tmp_path": tmp_path,
         "installed_version": None,

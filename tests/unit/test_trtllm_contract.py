@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,7 +48,7 @@ from trtllm_b12x_fix.emulator.contract import (
 )
 from trtllm_b12x_fix.errors import B12xFixError, InputError, ScaleError, UnsupportedVersionError
 from trtllm_b12x_fix.integrations import flashinfer, tensorrt_llm
-from trtllm_b12x_fix.integrations.b12x_dispatch import CUTOVER
+from trtllm_b12x_fix.integrations.b12x_dispatch import CUTOVER, DispatchHold
 from trtllm_b12x_fix.integrations.b12x_wrapper import FORCE_W4A16
 from trtllm_b12x_fix.integrations.tensorrt_llm import CLASS, HOOKS, on_import
 from trtllm_b12x_fix.integrations.trtllm_contract import ENTRIES, ContractError, read_layer
@@ -1033,10 +1035,17 @@ def test_direct_micro_is_held_where_it_misreads(bench, version):
     assert wanted == bench.dispatch._DIRECT_MICRO_MAX_N
 
 
-def test_a_layer_left_alone_holds_nothing(bench):
-    bench.prepare(make_module(), method=bench.method(upstream=Upstream.INTACT_VIEW, carries=True))
+def test_w4a16_holds_nothing(bench):
     bench.prepare(make_module(quant_algo="W4A16_NVFP4"))
     assert bench.dispatch._DIRECT_MICRO_MAX_N == 512
+
+
+def test_an_upstream_that_keeps_scales_intact_needs_direct_micro_out_too(bench):
+    """It misreads calibrated input scales, whoever passes them."""
+    bench.prepare(make_module(), method=bench.method(upstream=Upstream.INTACT_VIEW, carries=True))
+    assert bench.dispatch._DIRECT_MICRO_MAX_N == 0
+    assert bench.record()["layers"] == {"unchanged": 1}
+    assert bench.record()["checks"]["counts"] == {"passed": 1}
 
 
 def test_fp32_sums_are_asked_for_before_the_wrapper_is_made(bench):
@@ -1221,3 +1230,103 @@ def test_a_version_that_does_not_know_w4a16_bakes_it_and_is_repaired(bench):
     prepared_like_nvfp4 = bench.prepare(module, method=bench.method(knows_w4a16=False))
     assert prepared_like_nvfp4._b12x_weights["fc2_input_scale"] is not None
     assert "input_global_scale" in prepared_like_nvfp4._b12x_weights
+
+
+# ---- what outlives a patch
+
+
+@pytest.fixture
+def shared(bench, monkeypatch):
+    """The hold of the whole process, fresh, on the stub of this test."""
+    monkeypatch.setattr(tensorrt_llm, "_HOLD", DispatchHold())
+    monkeypatch.setattr(tensorrt_llm, "_REPAIRED", weakref.WeakSet())
+    bench.use("0.6.18")
+    return bench
+
+
+def patched(bench, **settings) -> tuple[Any, Any]:
+    """A class of the hook, patched as on_import says, and its patch."""
+    kind = type(CLASS, (), {"transform_weights": bench.method().transform_weights.__func__})
+    settings = Settings(mode=Mode.AUTO, **settings)
+    (patch, *_) = on_import(quantization(**{CLASS: kind}), settings).patches
+    patch.install()
+    return patch, patch.replacement(lambda method, module: method.transform_weights(module))
+
+
+def test_layers_repaired_before_keep_the_dispatch_when_the_patch_is_undone(shared):
+    """Released, direct micro would read their scales as reciprocals: all zeros."""
+    module = make_module()
+    patch, prepare = patched(shared)
+    prepare(shared.method(), module)
+    assert shared.dispatch._DIRECT_MICRO_MAX_N == 0
+    patch.undo()
+    assert shared.dispatch._DIRECT_MICRO_MAX_N == 0
+    assert module.decode() == "b12x"
+
+
+def test_without_a_repaired_layer_the_dispatch_is_put_back(shared):
+    patch, prepare = patched(shared)
+    module = make_module()
+    prepare(shared.method(), module)
+    del module
+    gc.collect()
+    patch.undo()
+    assert shared.dispatch._DIRECT_MICRO_MAX_N == 512
+
+
+def test_new_settings_do_not_let_go(shared):
+    """apply() with another variable undoes and makes anew."""
+    module = make_module()
+    patch, prepare = patched(shared)
+    prepare(shared.method(), module)
+    patch.undo()
+    again, _ = patched(shared, verify=Verify.ALL)
+    assert shared.dispatch._DIRECT_MICRO_MAX_N == 0
+    again.undo()
+
+
+def test_a_layer_loaded_before_the_fix_is_told_and_fails_the_status(shared):
+    """It stays baked: CUDA graphs may hold its memory."""
+    module = prepared()
+    module_of_the_class = quantization(**{CLASS: owner("transform_weights")})
+    on_import(module_of_the_class, Settings(mode=Mode.AUTO))
+    assert any("loaded before the fix was on" in line for line in shared.log.warnings)
+    # At least: layers of other tests may still be waiting for the garbage collector.
+    assert shared.record()["checks"]["counts"]["failed"] >= 1
+    assert module._b12x_weights is not None
+
+
+def test_a_first_import_looks_for_no_earlier_layers(shared):
+    module = prepared()
+    importing = quantization(**{CLASS: owner("transform_weights")})
+    importing.__spec__ = SimpleNamespace(_initializing=True)
+    on_import(importing, Settings(mode=Mode.AUTO))
+    assert shared.log.warnings == []
+    assert module._b12x_weights is not None
+
+
+def test_a_refused_layer_cannot_decode_for_whoever_goes_on(bench):
+    module = make_module()
+    set_scale("fc2_alpha", NAN, 2)(module)
+    with pytest.raises(ScaleError):
+        bench.prepare(module)
+    assert module._b12x_weights is None
+    assert module.b12x_wrapper is None
+    assert bench.record()["checks"]["counts"] == {"failed": 1}
+
+
+@pytest.mark.parametrize("factor", [2.0, 1 + 1e-4])
+def test_a_kept_weight_scale_2_that_is_not_the_alphas_is_refused(bench, factor):
+    module = prepared(dynamic=True)
+    module.fc31_weight_scale_2.data[1] *= factor
+    error = refusal(module)
+    assert isinstance(error, ScaleError)
+    assert "layer 3, expert 1: FC1's weight_scale_2 is kept as" in str(error)
+
+
+def test_a_version_that_cannot_be_read_is_unknown(monkeypatch):
+    def version(name):
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(tensorrt_llm.metadata, "version", version)
+    assert tensorrt_llm.tensorrt_llm_version() == "of unknown version"

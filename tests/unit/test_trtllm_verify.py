@@ -394,3 +394,33 @@ def test_a_layer_that_failed_is_not_counted_as_repaired(bench):
     process = bench.process(on_unknown=OnUnknown.CUTLASS)
     bench.prepare(make_module(), process, bench.method(misbehaviour=Misbehaviour.BAKED))
     assert Strategy.ALPHAS.value not in bench.record()["layers"]
+
+
+# ---- a check that failed is not forgotten
+
+
+@pytest.mark.parametrize("misbehaviour", WRONG)
+def test_the_next_layers_do_not_run_on_a_kernel_proved_wrong(bench, misbehaviour):
+    process = bench.process(on_unknown=OnUnknown.CUTLASS, verify=Verify.FIRST)
+    wrong = bench.method(misbehaviour=misbehaviour)
+    layers = [make_module(index=index) for index in range(3)]
+    for walk in range(2):  # some versions walk twice over the layers
+        for layer in layers:
+            bench.prepare(layer, process, wrong)
+            assert layer.decode() == "CUTLASS", walk
+    assert bench.record()["layers"] == {"cutlass": 3}
+
+
+def test_a_refused_start_is_refused_again(bench):
+    process = bench.process(verify=Verify.FIRST)
+    wrong = bench.method(misbehaviour=Misbehaviour.BAKED)
+    for _ in range(2):
+        with pytest.raises(VerificationError, match="live output failed"):
+            bench.prepare(make_module(), process, wrong)
+
+
+def test_an_output_of_zeros_is_no_evidence(bench):
+    nothing = replace(RELU2.fc2, packed=torch.zeros_like(RELU2.fc2.packed))
+    found = verify(bench, replace(RELU2, fc2=nothing))
+    assert found.state is VerifyState.NOT_VERIFIED
+    assert "output is zero" in found.words

@@ -13,13 +13,17 @@ shared buffers and whatever else a version adds stay upstream's.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from trtllm_b12x_fix.emulator.contract import KernelContract
 from trtllm_b12x_fix.errors import B12xFixError, UnsupportedVersionError
@@ -30,7 +34,11 @@ from trtllm_b12x_fix.integrations.b12x_dispatch import (
     widen_static,
 )
 from trtllm_b12x_fix.integrations.flashinfer import installed_contract
-from trtllm_b12x_fix.integrations.trtllm_contract import LayerView, layer_name
+from trtllm_b12x_fix.integrations.trtllm_contract import (
+    INPUT_GLOBAL_SCALE,
+    LayerView,
+    layer_name,
+)
 from trtllm_b12x_fix.integrations.trtllm_decode import (
     goes_to_cutlass,
     restore_decode,
@@ -80,13 +88,24 @@ def on_import(module: ModuleType, settings: Settings) -> TargetPlan:
             f"{' nor '.join(HOOKS)}, so where it prepares b12x's scales is not known. Set "
             "TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
         )
-    process = Process(settings, version)
-    patches = [
-        Patch(owner, name, process.replacement, takes_a_module, undone=process.dispatch.release)
-    ]
+    process = Process(settings, version, dispatch=_HOLD)
+    if not getattr(module.__spec__, "_initializing", False):
+        process.tell_of_earlier_layers()
+    patches = [Patch(owner, name, process.replacement, takes_a_module, undone=_let_go)]
     if (loader := loading_class(owner)) is not None:
         patches.append(Patch(loader, LOADING, lambda upstream: watch_halves(upstream, owner)))
     return TargetPlan(tuple(patches), f"{CLASS}.{name}", versions)
+
+
+#: Of the whole process: layers stay repaired, and need it, when patches are undone or made anew.
+_HOLD = DispatchHold()
+_REPAIRED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """The patch is gone; the dispatch stays as repaired layers need it while there are any."""
+    if not _REPAIRED:
+        _HOLD.release()
 
 
 def takes_a_module(upstream: Hook) -> str | None:
@@ -106,7 +125,7 @@ def tensorrt_llm_version() -> str:
     for name in DISTRIBUTIONS:
         try:
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
+        except Exception:  # absent, or metadata that cannot be read: it is for messages alone
             continue
     return "of unknown version"
 
@@ -122,6 +141,8 @@ class Process:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _contract: KernelContract | None = None
     _verified: int = 0
+    #: Why b12x is not to be trusted in this process: a live check that failed.
+    _condemned: str = ""
 
     def __post_init__(self) -> None:
         self.reporter = Reporter(self.version)
@@ -138,6 +159,15 @@ class Process:
                 self._after(module)
 
         return prepare
+
+    def tell_of_earlier_layers(self) -> None:
+        """Layers prepared before the fix was on stay baked: CUDA graphs may hold their memory."""
+        for layer in gc.get_objects():
+            # By type: proxies of other libraries import things when asked for an attribute.
+            if not issubclass(type(layer), torch.nn.Module) or layer in _REPAIRED:
+                continue
+            if isinstance(vars(layer).get("_b12x_weights"), dict) and not is_weight_only(layer):
+                self.reporter.loaded_before(layer)
 
     @property
     def contract(self) -> KernelContract:
@@ -168,6 +198,8 @@ class Process:
         try:
             outcome = self._repair(module)
             self._verify(module, outcome)
+            if outcome.view is not None:
+                _REPAIRED.add(module)
         except B12xFixError as error:
             outcome = self._unknown(module, error)
         self.reporter.layer(module, outcome, self.contract_version)
@@ -192,6 +224,9 @@ class Process:
     def _repair(self, module: Any) -> LayerOutcome:
         if is_weight_only(module):
             return LayerOutcome(layer_name(module), None, "W4A16_NVFP4 is not baked")
+        # With every layer checked, each one speaks for itself.
+        if self._condemned and self.settings.verify is Verify.FIRST:
+            raise VerificationError(self._condemned)
         contract = self.contract
 
         def settle(view: LayerView) -> None:
@@ -202,7 +237,11 @@ class Process:
 
     def _unknown(self, module: Any, error: B12xFixError) -> LayerOutcome:
         if self.settings.on_unknown is OnUnknown.FAIL:
-            self.reporter.failed(layer_name(module), str(error))
+            if not isinstance(error, VerificationError):  # which is on record already
+                self.reporter.failed(layer_name(module), str(error))
+            # Whoever goes on in spite of the error must not decode with what upstream prepared.
+            module._b12x_weights = None
+            module.b12x_wrapper = None
             raise type(error)(
                 f"{error}. (TRTLLM_B12X_FIX_ON_UNKNOWN=cutlass would send this layer's decode to "
                 "CUTLASS; for dummy weights set TRTLLM_B12X_FIX=off)"
@@ -219,8 +258,12 @@ class Process:
         Raises:
             VerificationError: the live output is wrong.
         """
-        if outcome.strategy is None or outcome.view is None:
+        if outcome.view is None:
             return
+        if outcome.strategy is None:  # upstream's own repair: as ours, by who carries the scale
+            separate = outcome.view.entries.get(INPUT_GLOBAL_SCALE) is not None
+            own = Strategy.ALPHAS if separate else Strategy.FP32_RESCALE
+            outcome = replace(outcome, strategy=own)
         wanted = {Verify.OFF: 0, Verify.FIRST: 1}.get(self.settings.verify)
         if wanted is not None and self._verified >= wanted:
             return
@@ -229,6 +272,7 @@ class Process:
         verification = verify_layer(module, outcome, contract)
         self.reporter.verified(verification)
         if verification.failed:
-            raise VerificationError(
+            self._condemned = (
                 f"{outcome.name}: {verification.words} (TRTLLM_B12X_FIX_VERIFY=off skips this)"
             )
+            raise VerificationError(self._condemned)

@@ -52,6 +52,8 @@ _PARAMETERS = (
     "fc31_input_scale",
     "fc2_input_scale",
 )
+#: Two reciprocals and a product in fp32 are a few ulps.
+_ROUNDING = 1e-5
 #: A scale of exactly this was never loaded: parameters are created so.
 _NEVER_LOADED = 1.0
 
@@ -304,6 +306,11 @@ def _check_scales(view: LayerView) -> None:
         _check_loaded(view.name, what, alpha)
         _check_usable(view.name, f"{what}'s weight_scale_2 * input_scale", alpha)
         _check_usable(view.name, f"{what}'s weight_scale_2", weight_scale_2)
+    for what, alpha, reciprocal, kept in (
+        ("FC1", view.fc1_alpha, view.fc1_reciprocal, view.fc1_weight_scale_2),
+        ("FC2", view.fc2_alpha, view.fc2_reciprocal, view.fc2_weight_scale_2),
+    ):
+        _check_agreement(view.name, what, alpha * reciprocal, kept)
     for what, scales in (("FC1", view.w1_block_scale), ("FC2", view.w2_block_scale)):
         _check_block_scales(view.name, what, scales)
 
@@ -323,6 +330,18 @@ def _check_usable(name: str, what: str, values: Tensor) -> None:
             raise ScaleError(
                 f"{name}, expert {expert}: {what} is {value!r}; it must be positive and finite"
             )
+
+
+def _check_agreement(name: str, what: str, recovered: Tensor, kept: Tensor) -> None:
+    """What the layer keeps and what upstream baked with must be one weight_scale_2."""
+    apart = (recovered / kept - 1).abs()
+    bad = (apart > _ROUNDING).nonzero().flatten().tolist()
+    if bad:
+        expert = bad[0]
+        raise ScaleError(
+            f"{name}, expert {expert}: {what}'s weight_scale_2 is kept as {float(kept[expert]):.6g}"
+            f", but the alphas hold {float(recovered[expert]):.6g}: one of them was never loaded"
+        )
 
 
 def _check_block_scales(name: str, what: str, scales: Tensor) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtllm_b12x_fix import __version__
+from trtllm_b12x_fix.integrations.trtllm_contract import layer_name
 from trtllm_b12x_fix.integrations.trtllm_verify import VerifyState
 from trtllm_b12x_fix.ledger import LayerCheck, Ledger
 
@@ -68,8 +69,17 @@ class Reporter:
             _logger().warning(f"trtllm-b12x-fix: {words}")
 
     def failed(self, layer: str, words: str) -> None:
-        """Record what is about to be raised."""
-        Ledger.for_process().record_warning(f"{layer} stopped the start: {words}")
+        """Record what is about to be raised: whoever catches it has a layer that cannot decode."""
+        ledger = Ledger.for_process()
+        ledger.record_warning(f"{layer} stopped the start: {words}")
+        ledger.record_check(LayerCheck(layer, VerifyState.FAILED, "stopped the start"))
+
+    def loaded_before(self, module: Any) -> None:
+        """Record a layer that the fix came too late for."""
+        words = "loaded before the fix was on: its block scales are baked; load it again"
+        name = layer_name(module)
+        Ledger.for_process().record_check(LayerCheck(name, VerifyState.FAILED, words))
+        self.warn(f"{name}: {words}")
 
 
 def _logger() -> Any:
