@@ -1,0 +1,166 @@
+"""Checks on one projection: what its byte counts and its scales of whole matrices give away."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trtllm_b12x_fix.scan.findings import Code, Notebook
+from trtllm_b12x_fix.scan.inventory import Group
+from trtllm_b12x_fix.scan.statistics import LARGEST, NAN, ONE, POSITIVE, VALUES, Counts
+
+Floats = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
+
+#: A matrix of fewer blocks than this may hold one byte alone, or be another's twin, by chance.
+_ENOUGH = 64
+_SATURATED_SHARE, _SATURATED_LEAST = 0.01, 16
+#: As ``checkpoint.damage``: ratios between experts of one layer beyond this are no calibration's
+#: doing, and a ratio within this of 1 is two roundings of one number.
+_FAR, _ROUNDING = 100.0, 1 + 1e-6
+#: Experts from which "all the same" or "far from the others" says something.
+_CROWD = 4
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-6, 1e3
+#: amax / 2688 of activations of 1e5.
+_LARGEST_INPUT = 40.0
+_CODE_MAX = 6.0
+
+
+def check_counts(group: Group, counts: Counts, nonzero: Counts | None, notebook: Notebook) -> None:
+    """Findings on stored bytes.
+
+    Args:
+        counts: int64 [N, 256], how often each byte is stored.
+        nonzero: the same over codes that are not all zero; ``None`` where codes were not read.
+            A matrix whose codes were not read in spite of ``--weights`` has its counts here.
+    """
+    blocks = counts.sum(axis=1)
+    shown = counts if nonzero is None else nonzero
+    _flag(group, notebook, Code.NAN_SCALE, counts[:, NAN] + counts[:, 0xFF])
+    _flag(group, notebook, Code.NEGATIVE_SCALE, counts[:, POSITIVE:0xFF].sum(axis=1))
+    empty = shown[:, 0] == shown.sum(axis=1)
+    if nonzero is None:
+        _flag(group, notebook, Code.ALL_ZERO, np.where(empty, counts[:, 0], 0))
+        _flag(group, notebook, Code.ZERO_SCALES, np.where(empty, 0, counts[:, 0]))
+    else:
+        _flag(group, notebook, Code.ZERO_OVER_WEIGHTS, nonzero[:, 0])
+    positive = shown[:, 1:NAN]
+    total = positive.sum(axis=1)
+    constant = ((positive > 0).sum(axis=1) == 1) & (total >= _ENOUGH) & (total == shown.sum(axis=1))
+    _flag(group, notebook, Code.CONSTANT, np.where(constant, total, 0))
+    ones = counts[:, ONE]
+    if nonzero is None:
+        many = (2 * ones > blocks) & (ones >= _ENOUGH) & ~constant
+        _flag(group, notebook, Code.MANY_ONES, np.where(many, ones, 0))
+    full = counts[:, LARGEST]
+    saturated = (full >= _SATURATED_LEAST) & (full > _SATURATED_SHARE * blocks) & ~constant
+    _flag(group, notebook, Code.SATURATED, np.where(saturated, full, 0))
+
+
+def _flag(group: Group, notebook: Notebook, code: Code, blocks: Counts) -> None:
+    """One finding for each matrix with a number that is not 0."""
+    for place in np.flatnonzero(blocks):
+        unit = group.units[place]
+        count, all_blocks = int(blocks[place]), unit.scales.size
+        detail = f"{count} of {all_blocks}"
+        if unit.expert is not None:
+            detail = f"expert {unit.expert}: {detail}"
+        notebook.add(code, group.where(unit.tensor, unit.expert, unit.file), detail, count)
+
+
+def check_scales(group: Group, counts: Counts, notebook: Notebook) -> None:
+    """Findings on scales of whole matrices: implausible ones, and experts unlike the others."""
+    scale = group.weight_scale_2
+    good = np.isfinite(scale)
+    with np.errstate(all="ignore"):
+        largest = _CODE_MAX * scale.astype(np.float64) * _largest_scale(counts)
+    _point(group, notebook, Code.RECIPROCAL, good & (scale > 1), scale)
+    absurd = (largest < _LEAST_WEIGHT) | (largest > _MOST_WEIGHT)
+    _point(group, notebook, Code.IMPLAUSIBLE, good & (scale <= 1) & (largest > 0) & absurd, scale)
+    _check_inputs(group, notebook)
+    if good.sum() < _CROWD:
+        return
+    median = float(np.median(scale[good]))
+    far = good & ((scale > _FAR * median) | (scale < median / _FAR))
+    _point(group, notebook, Code.OUTLIER, far, scale)
+    if good.all() and bool((scale == scale[0]).all()):
+        _point(group, notebook, Code.SAME_SCALE, np.arange(len(scale)) == 0, scale)
+    _check_twins(group, counts, notebook)
+
+
+def _largest_scale(counts: Counts) -> npt.NDArray[np.float64]:
+    """fp64 [N]: the largest block scale of each matrix, 0 where it has none."""
+    present = counts[:, :NAN] > 0
+    last = NAN - 1 - present[:, ::-1].argmax(axis=1)
+    return np.where(present.any(axis=1), VALUES[last].astype(np.float64), 0.0)
+
+
+def _check_inputs(group: Group, notebook: Notebook) -> None:
+    scale = group.input_scale
+    good = np.isfinite(scale)
+    _point(group, notebook, Code.IMPLAUSIBLE_INPUT, good & (scale > _LARGEST_INPUT), scale)
+    _point(group, notebook, Code.DEFAULT_INPUT, good & (scale == 1), scale)
+    if good.sum() < _CROWD:
+        return
+    median = float(np.median(scale[good]))
+    _point(group, notebook, Code.LARGE_INPUT, good & (scale > _FAR * median), scale)
+    _point(group, notebook, Code.SMALL_INPUT, good & (scale < median / _FAR), scale)
+
+
+def _check_twins(group: Group, counts: Counts, notebook: Notebook) -> None:
+    seen: dict[bytes, int] = {}
+    for place, row in enumerate(counts):
+        if row.sum() < _ENOUGH or np.count_nonzero(row) < 2:
+            continue
+        first = seen.setdefault(row.tobytes() + group.weight_scale_2[place].tobytes(), place)
+        if first != place:
+            unit = group.units[place]
+            detail = f"experts {group.units[first].expert} and {unit.expert}"
+            where = group.where(unit.tensor, unit.expert, unit.file)
+            notebook.add(Code.SAME_EXPERTS, where, detail)
+
+
+def _point(group: Group, notebook: Notebook, code: Code, which: Flags, values: Floats) -> None:
+    """One finding for each matrix that is flagged, with its value (a multiplier)."""
+    for place in np.flatnonzero(which):
+        unit = group.units[place]
+        detail = f"multiplier {float(values[place]):.4g}"
+        if unit.expert is not None:
+            detail = f"expert {unit.expert}: {detail}"
+        notebook.add(code, group.where(unit.tensor, unit.expert, unit.file), detail)
+
+
+def check_halves(gate: Group, up: Group, notebook: Notebook) -> None:
+    """Gate and up of one expert share one weight_scale_2, or TensorRT-LLM distorts the smaller."""
+    ups = {unit.expert: place for place, unit in enumerate(up.units)}
+    for place, unit in enumerate(gate.units):
+        other = ups.get(unit.expert)
+        if other is None:
+            continue
+        first, second = float(gate.weight_scale_2[place]), float(up.weight_scale_2[other])
+        if not (np.isfinite(first) and np.isfinite(second)) or first == second:
+            continue
+        smaller, its = (gate, unit) if first < second else (up, up.units[other])
+        code = Code.GATE_UP_DIFFER
+        if max(first, second) <= _ROUNDING * min(first, second):
+            code = Code.GATE_UP_ROUNDED
+        ratio = max(first, second) / min(first, second)
+        detail = (
+            f"expert {unit.expert}: gate {first:.6g}, up {second:.6g}: {smaller.projection} "
+            f"becomes {ratio:.4g} times too large"
+        )
+        notebook.add(code, smaller.where(its.tensor, its.expert, its.file), detail)
+
+
+def check_half_inputs(gate: Group, up: Group, notebook: Notebook) -> None:
+    """Gate and up read one input, so they have one input scale."""
+    ups = {unit.expert: place for place, unit in enumerate(up.units)}
+    for place, unit in enumerate(gate.units):
+        other = ups.get(unit.expert)
+        if other is None:
+            continue
+        first, second = float(gate.input_scale[place]), float(up.input_scale[other])
+        if np.isfinite(first) and np.isfinite(second) and first != second:
+            detail = f"expert {unit.expert}: gate {first:.6g}, up {second:.6g}"
+            where = gate.where(unit.tensor, unit.expert, unit.file)
+            notebook.add(Code.INPUTS_DIFFER, where, detail)

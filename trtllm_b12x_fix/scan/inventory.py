@@ -1,0 +1,279 @@
+"""Every NVFP4 matrix of a checkpoint by layer and projection, from names and headers alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from trtllm_b12x_fix.checkpoint import conventions
+from trtllm_b12x_fix.checkpoint.conventions import Dialect, Spelling
+from trtllm_b12x_fix.checkpoint.discovery import discover
+from trtllm_b12x_fix.checkpoint.files import Checkpoint
+from trtllm_b12x_fix.checkpoint.header import TensorInfo
+from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Layers, Stack, Storage
+from trtllm_b12x_fix.checkpoint.shapes import nvfp4
+from trtllm_b12x_fix.errors import InputError
+from trtllm_b12x_fix.scan.findings import Code, Notebook, Where
+from trtllm_b12x_fix.scan.reading import Shards, Span
+from trtllm_b12x_fix.scan.result import Kind
+
+#: Suffixes that tell an NVFP4 matrix from other quantized ones, longest first.
+_SCALE_SUFFIXES = ("weight_scale_2", "weight_global_scale", "weight_scale")
+#: Experts under names that discovery does not know; a shared expert is a dense linear.
+_OTHER_EXPERT = re.compile(
+    r"(?P<layer>(?:.*\.)?experts)\.(?:(?P<expert>[0-9]{1,6})\.)?(?P<name>.+)", re.DOTALL
+)
+#: Suffixes of a linear's packed codes.
+_CODE_SUFFIXES = (".weight", ".weight_packed")
+_MATRIX_DIMENSIONS, _BLOCK = 2, 16
+
+
+@dataclass(slots=True)
+class Unit:
+    """One matrix: one expert of a projection, or a dense linear.
+
+    Attributes:
+        expert: ``None`` for a dense linear.
+        tensor: name of its block scales, or of the fused tensor they are in.
+        scales: where the bytes are; ``codes`` is ``None`` where shapes do not fit.
+        shape: (rows, columns / 16) of the scales; ``None`` where shapes do not fit.
+        turned: stored with rows last (ModelOpt's fused experts).
+    """
+
+    expert: int | None
+    tensor: str
+    file: str
+    scales: Span
+    codes: Span | None
+    shape: tuple[int, int] | None
+    turned: bool = False
+
+
+@dataclass
+class Group:
+    """One projection of one layer.
+
+    Attributes:
+        spellings: per unit, where its scales of the whole matrix are.
+        weight_scale_2, input_scale: fp32 [N], dequantizing multipliers; NaN where unusable.
+    """
+
+    layer: str
+    number: int | None
+    stack: Stack
+    projection: str
+    kind: Kind
+    units: list[Unit] = field(default_factory=list)
+    spellings: list[Spelling] = field(default_factory=list)
+    weight_scale_2: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    input_scale: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def where(self, tensor: str, expert: int | None = None, file: str = "") -> Where:
+        """A place in this projection."""
+        return Where(self.layer, self.projection, tensor, expert, file)
+
+
+@dataclass
+class Inventory:
+    """What there is to scan."""
+
+    layers: Layers
+    groups: list[Group]
+    dialects: set[Dialect]
+
+
+def take(checkpoint: Checkpoint, shards: Shards, notebook: Notebook) -> Inventory:
+    """List all NVFP4 matrices; what cannot be listed is put down in the notebook.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    layers = discover(checkpoint)
+    taker = _Taker(checkpoint, shards, notebook)
+    for entry in layers.usable:
+        taker.take_layer(entry)
+    taker.take_rest()
+    taker.note_bare_codes()
+    return Inventory(layers, [g for g in taker.groups.values() if g.units], taker.dialects)
+
+
+class _Taker:
+    def __init__(self, checkpoint: Checkpoint, shards: Shards, notebook: Notebook) -> None:
+        self._checkpoint, self._shards, self._notebook = checkpoint, shards, notebook
+        self.groups: dict[tuple[str, str], Group] = {}
+        self.dialects: set[Dialect] = set()
+        self._taken: set[str] = set()
+
+    def take_layer(self, entry: LayerEntry) -> None:
+        """All matrices of a usable layer."""
+        names = [name for name in (entry.names.gate, entry.names.up, entry.names.down) if name]
+        for name in names:
+            group = Group(entry.prefix, entry.number, entry.stack, name, Kind.EXPERTS)
+            self.groups[entry.prefix, name] = group
+            if entry.storage is Storage.FUSED:
+                self._take(group, entry.fused(name), None)
+                continue
+            for expert in range(entry.experts):
+                self._take(group, entry.matrix(expert, name), expert)
+
+    def take_rest(self) -> None:
+        """Dense linears, and experts of layers that cannot be used."""
+        for matrix in self._leftovers():
+            match = conventions.SPLIT_EXPERT.fullmatch(matrix)
+            if match and len(match["expert"]) <= conventions.EXPERT_DIGITS and not match["suffix"]:
+                group = self._group(match["layer"], match["matrix"], Kind.UNUSABLE)
+                self._take(group, matrix, int(match["expert"]))
+            elif (match := conventions.FUSED_EXPERT.fullmatch(matrix)) and not match["suffix"]:
+                group = self._group(match["layer"], match["matrix"], Kind.UNUSABLE)
+                self._take(group, matrix, None)
+            elif match := _OTHER_EXPERT.fullmatch(matrix):
+                group = self._group(match["layer"], match["name"], Kind.EXPERTS)
+                expert = None if match["expert"] is None else int(match["expert"])
+                self._note(Code.UNKNOWN_EXPERTS, group, matrix, expert)
+                self._take(group, matrix, expert)
+            else:
+                layer, _, name = matrix.rpartition(".")
+                self._take(self._group(layer, name, Kind.DENSE), matrix, None)
+
+    def note_bare_codes(self) -> None:
+        """Packed codes without any scale, in a checkpoint whose other matrices have theirs."""
+        if not self.dialects:
+            return
+        for tensor, info in self._checkpoint.tensors.items():
+            if info.dtype != conventions.CODE_DTYPE or len(info.shape) != _MATRIX_DIMENSIONS:
+                continue
+            suffix = next((s for s in _CODE_SUFFIXES if tensor.endswith(s)), None)
+            if suffix is None or (matrix := tensor[: -len(suffix)]) in self._taken:
+                continue
+            layer, _, name = matrix.rpartition(".")
+            detail = "packed codes without block scales"
+            self._note(Code.MISSING, self._group(layer, name, Kind.DENSE), tensor, None, detail)
+
+    def _leftovers(self) -> Iterator[str]:
+        """Names of matrices that have a scale and belong to no usable layer."""
+        seen = set()
+        for tensor in self._checkpoint.names():
+            suffix = next((s for s in _SCALE_SUFFIXES if tensor.endswith(s)), None)
+            if suffix is None:
+                continue
+            matrix = tensor[: -len(suffix) - 1]  # and the "." or "_" before it
+            if matrix not in seen and matrix not in self._taken:
+                seen.add(matrix)
+                yield matrix
+
+    def _group(self, layer: str, projection: str, kind: Kind) -> Group:
+        found = conventions.LAYER_NUMBER.search(f"{layer}.")
+        number = int(found[1]) if found else None
+        side = conventions.SIDE_STACK.search(layer)
+        new = Group(layer, number, Stack.SIDE if side else Stack.MODEL, projection, kind)
+        return self.groups.setdefault((layer, projection), new)
+
+    def _take(self, group: Group, matrix: str, expert: int | None) -> None:
+        self._taken.add(matrix)
+        try:
+            spelling = nvfp4(self._checkpoint, matrix)
+        except InputError as error:
+            self._note(Code.UNREADABLE, group, matrix, expert, str(error))
+            return
+        if spelling is None:
+            self._note_if_broken(group, matrix, expert)
+            return
+        self.dialects.add(spelling.dialect)
+        infos = [self._checkpoint.tensors.get(n) for n in (spelling.packed, spelling.block_scale)]
+        codes, scales = infos
+        if codes is None or scales is None:
+            # Of one shard of several, only what is in it was asked for.
+            if not self._checkpoint.partial:
+                self._note(Code.MISSING_SHARD, group, spelling.block_scale, expert)
+            return
+        for unit in self._units(group, spelling, codes, scales, expert):
+            group.units.append(unit)
+            group.spellings.append(spelling)
+
+    def _units(
+        self, group: Group, spelling: Spelling, codes: TensorInfo, scales: TensorInfo,
+        expert: int | None,
+    ) -> list[Unit]:  # fmt: skip
+        name = spelling.block_scale
+        file = self._checkpoint.file_of(name)
+        where = self._shards.span(name, scales)
+        codes_at = self._shards.span(spelling.packed, codes)
+        if not where.size:
+            self._note(Code.UNREADABLE, group, name, expert, "it is empty")
+            return []
+        fused = len(scales.shape) == 3 and group.kind is not Kind.DENSE and expert is None
+        count = scales.shape[0] if fused else 1
+        fit = _fit(codes.shape[1:], scales.shape[1:]) if fused else _fit(codes.shape, scales.shape)
+        if fused and codes.shape[:1] != scales.shape[:1]:
+            fit = None
+        if fit is None:
+            detail = _misfit(codes.shape, scales.shape)
+            self._note(Code.UNFIT, group, name, expert, detail)
+        shape, turned = fit or (None, False)
+        size, codes_size = where.size // count, codes_at.size // count
+        return [
+            Unit(
+                i if fused else expert,
+                name,
+                file,
+                Span(where.file, where.begin + i * size, size),
+                Span(codes_at.file, codes_at.begin + i * codes_size, codes_size) if fit else None,
+                shape,
+                turned,
+            )
+            for i in range(count)
+        ]
+
+    def _note_if_broken(self, group: Group, matrix: str, expert: int | None) -> None:
+        """A scale of the whole matrix without codes or block scales beside it."""
+        has = self._checkpoint.has
+        whole = [f"{matrix}{dot}{s}" for dot in "._" for s in _SCALE_SUFFIXES[:2]]
+        orphan = next((name for name in whole if has(name)), None)
+        if orphan is None:
+            return  # another format
+        spelling = conventions.spelling_of(self._checkpoint, matrix)
+        if spelling is None:
+            detail = f"{orphan} is there, its codes or block scales are not"
+            self._note(Code.MISSING, group, matrix, expert, detail)
+            return
+        infos = [self._checkpoint.tensors.get(n) for n in (spelling.packed, spelling.block_scale)]
+        codes, scales = (info.dtype if info else "missing" for info in infos)
+        detail = f"codes are {codes}, block scales {scales}: NVFP4 has U8 and F8_E4M3"
+        self._note(Code.UNREADABLE, group, spelling.block_scale, expert, detail)
+
+    def _note(
+        self, code: Code, group: Group, tensor: str, expert: int | None, detail: str = ""
+    ) -> None:
+        file = self._checkpoint.file_of(tensor)
+        self._notebook.add(code, group.where(tensor, expert, file), detail)
+
+
+def _fit(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int, int], bool] | None:
+    """((rows, columns / 16), turned) of codes [R, C/2] and scales [R, C/16] or both turned."""
+    if len(codes) > 2 and codes[:-1] == scales[:-1]:
+        # Matrices stacked in one linear: a block stays within the last dimension.
+        codes, scales = ((math.prod(shape[:-1]), shape[-1]) for shape in (codes, scales))
+    if len(codes) != 2 or len(scales) != 2:
+        return None
+    if codes[0] == scales[0] and codes[1] * 2 == scales[1] * _BLOCK:
+        return (scales[0], scales[1]), False
+    if codes[1] == scales[1] and codes[0] * 2 == scales[0] * _BLOCK:
+        return (scales[1], scales[0]), True
+    return None
+
+
+def _misfit(codes: tuple[int, ...], scales: tuple[int, ...]) -> str:
+    text = f"codes {list(codes)}, block scales {list(scales)}"
+    if len(codes) < 2:
+        return text
+    rows, columns = codes[-2], codes[-1] * 2 // _BLOCK
+    padded = (-(-rows // 128) * 128) * (-(-columns // 4) * 4)
+    if math.prod(scales[-2:]) == padded:
+        text += ": the size of scales already swizzled into 128x4 tiles; a checkpoint stores them"
+        text += " linear"
+    return text
