@@ -22,7 +22,7 @@ from typing import Any
 
 from trtllm_b12x_fix import __version__
 from trtllm_b12x_fix.ledger_folder import Access, LedgerFolder
-from trtllm_b12x_fix.processes import place, shortened_arguments, start_time
+from trtllm_b12x_fix.processes import place, program, shortened_arguments, start_time
 from trtllm_b12x_fix.settings import ledger_directory, own_variables
 
 SCHEMA = 1
@@ -31,6 +31,8 @@ SCHEMA = 1
 _KEPT_CHECKS = 8
 _KEPT_WARNINGS = 8
 _LONGEST_TEXT = 400
+#: A server that forks a helper each second must not fill the folder.
+_CHILDREN_WRITTEN = 32
 
 _LOG = logging.getLogger("trtllm_b12x_fix")
 
@@ -55,6 +57,9 @@ class Ledger:
     _current: Ledger | None = None
     #: What the repair is right now; set by fix.py, called at each writing.
     _probe: Callable[[], Mapping[str, Any]] | None = None
+    #: Of this process, since its ledger was made.
+    _forks = 0
+    _watching = False
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -75,7 +80,7 @@ class Ledger:
         current = cls._current
         if current is None:
             current = cls._current = cls()
-            atexit.register(cls._write_last)
+            cls._watch()
         elif current.pid != os.getpid():
             current = cls._current = current._inherited()
         return current
@@ -130,14 +135,17 @@ class Ledger:
     def write(self) -> None:
         """Replace this process's file; a failure is one warning per process."""
         try:
-            with self._lock:
-                content = json.dumps(self.as_json(), indent=1, default=str)
-                with LedgerFolder(ledger_directory(), Access.WRITE) as folder:
-                    folder.write(f"{self.pid}-{self.started}.json", content + "\n")
+            self._write()
         except Exception as error:  # a full disk, a taken folder, a fact that is not JSON: serve on
             if not self._complained:
                 self._complained = True
                 _LOG.warning("`trtllm-b12x-fix status` will not see this process: %s", error)
+
+    def _write(self) -> None:
+        with self._lock:
+            content = json.dumps(self.as_json(), indent=1, default=str)
+            with LedgerFolder(ledger_directory(), Access.WRITE) as folder:
+                folder.write(f"{self.pid}-{self.started}.json", content + "\n")
 
     def as_json(self) -> dict[str, Any]:
         """The whole record, its state re-read."""
@@ -149,6 +157,7 @@ class Ledger:
             "place": place(),
             "written_at": time.time(),
             "executable": sys.executable,
+            "program": program(),
             "argv": shortened_arguments(),
             "package": __version__,
             "python": platform.python_version(),
@@ -183,6 +192,37 @@ class Ledger:
         child._last_checks.extend(self._last_checks)
         child._warnings.extend(self._warnings)
         return child
+
+    @classmethod
+    def _watch(cls) -> None:
+        """Once in a process and all its forks, which inherit both registrations."""
+        if Ledger._watching:
+            return
+        Ledger._watching = True
+        atexit.register(cls._write_last)
+        os.register_at_fork(before=cls._count_fork, after_in_child=cls._after_fork)
+
+    @classmethod
+    def _count_fork(cls) -> None:
+        Ledger._forks += 1
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """A child computes with what it inherited, whether it loads a layer itself or not.
+
+        Nothing is waited for: the child's ledger has a lock of its own, since another thread of the
+        parent may have held the parent's. Nor is anything logged: handlers have locks, too.
+        """
+        parent = cls._current
+        number, Ledger._forks = Ledger._forks, 0
+        if parent is None or parent.pid == os.getpid():
+            return
+        try:
+            child = cls._current = parent._inherited()
+            if number <= _CHILDREN_WRITTEN:
+                child._write()
+        except Exception:  # a later write of the child will say why
+            return
 
     @classmethod
     def _write_last(cls) -> None:

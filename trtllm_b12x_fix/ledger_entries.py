@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.fix_state import FixState
@@ -17,6 +18,10 @@ from trtllm_b12x_fix.ledger_folder import Access, LedgerFolder
 from trtllm_b12x_fix.processes import Life, age_seconds, life, place
 
 FORGET_AFTER_SECONDS = 7 * 24 * 3600
+
+#: More than any honest count: a reader must not print, or sum, what is none.
+_LARGEST_COUNT = 10**9
+_LONGEST_NOTE = 400
 
 _NAME = re.compile(r"(?P<pid>\d{1,10})-(?P<started>\d{1,20})\.json")
 _PART = re.compile(r"\.\d{1,10}-\d{1,20}\.json\.part")
@@ -38,6 +43,8 @@ class ProcessStatus:
     checks: Mapping[str, int] = field(default_factory=dict)
     """How many checks of loaded layers ended in which way."""
     warnings: tuple[str, ...] = ()
+    checked: tuple[Mapping[str, Any], ...] = ()
+    """The last of those checks: layer, outcome and detail."""
     recorded_s_ago: float | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     """All of it, as the process wrote it."""
@@ -74,41 +81,88 @@ def read_processes(folder: Path) -> tuple[ProcessStatus, ...]:
 def _read(folder: LedgerFolder, name: str, match: re.Match[str]) -> ProcessStatus | None:
     pid, started = int(match["pid"]), int(match["started"])
     try:
-        record = json.loads(folder.read(name))
+        record = json.loads(folder.read(name), parse_constant=_finite, parse_float=_finite)
         if not isinstance(record, dict):
-            raise ValueError("not an object")
+            raise ValueError("it is not an object")
         return _interpret(record, pid, started)
     except FileNotFoundError:  # another reader has just forgotten it
         return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # whatever is in the file: one record hides no other, and no server
         # Its own file name still says whether anyone needs to care.
         alive = life(pid, started, place())
-        note = f"record {name} is unreadable: {error}"
+        note = f"record {name} is unreadable: {str(error) or type(error).__name__}"[:_LONGEST_NOTE]
         return ProcessStatus(pid, alive, FixState.UNKNOWN, note, _age(alive, started))
 
 
 def _interpret(record: dict[str, Any], pid: int, started: int) -> ProcessStatus:
     if record.get("schema") != SCHEMA:
-        raise ValueError(f"schema {record.get('schema')!r} is not {SCHEMA}")
-    alive = life(pid, started, str(record["place"]))
+        shown = repr(record.get("schema"))[:40]
+        raise ValueError(f"schema {shown} is not {SCHEMA}")
+    alive = life(pid, started, _text(record, "place"), _text(record, "program", ""))
+    checks = _object(record, "checks")
     return ProcessStatus(
         pid=pid,
         life=alive,
         state=FixState.of(record.get("state")),
-        note=str(record.get("note", "")),
+        note=_text(record, "note", ""),
         age_s=_age(alive, started),
-        command=" ".join(str(word) for word in record.get("argv", [])),
-        mode=str(record.get("mode", "")),
-        layers=_counts(record.get("layers", {})),
-        checks=_counts(record.get("checks", {}).get("counts", {})),
-        warnings=tuple(str(text) for text in record.get("warnings", [])),
-        recorded_s_ago=max(0.0, time.time() - float(record["written_at"])),
+        command=" ".join(_listed(record, "argv", str)),
+        mode=_text(record, "mode", ""),
+        layers=_counts(record, "layers"),
+        checks=_counts(checks, "counts"),
+        warnings=tuple(_listed(record, "warnings", str)),
+        checked=tuple(_listed(checks, "last", dict)),
+        recorded_s_ago=max(0.0, time.time() - _seconds(record, "written_at")),
         record=record,
     )
 
 
-def _counts(found: Mapping[str, Any]) -> dict[str, int]:
-    return {str(name): int(count) for name, count in found.items()}
+_Item = TypeVar("_Item", str, dict[str, Any])
+
+
+def _finite(text: str) -> float:
+    """Python's parser takes NaN and Infinity, which are no JSON, and reads 1e999 as infinity."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
+def _text(record: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    found = record.get(name, default)
+    if not isinstance(found, str):
+        raise ValueError(f"{name} is not a text")
+    return found
+
+
+def _object(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = record.get(name, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is not an object")
+    return found
+
+
+def _listed(record: Mapping[str, Any], name: str, kind: type[_Item]) -> list[_Item]:
+    found = record.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+        raise ValueError(f"{name} is not a list as known")
+    return found
+
+
+def _counts(record: Mapping[str, Any], name: str) -> dict[str, int]:
+    found = _object(record, name)
+    for what, count in found.items():
+        # Python's True is an int, too.
+        if type(count) is not int or not 0 <= count <= _LARGEST_COUNT:
+            raise ValueError(f"{name} of {what[:40]!r} is not a count")
+    return found
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    found = record.get(name)
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise ValueError(f"{name} is not a time")
+    return float(found)
 
 
 def _age(alive: Life, started: int) -> float | None:

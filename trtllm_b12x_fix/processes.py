@@ -25,6 +25,8 @@ class Life(Enum):
     ENDED = "ended"
     ELSEWHERE = "elsewhere"
     """Another host or container: its process numbers mean nothing here."""
+    REPLACED = "became another program"
+    """Number and start time outlive exec; what was recorded is of the program before."""
 
 
 def start_time(pid: int) -> int:
@@ -43,6 +45,18 @@ def start_time(pid: int) -> int:
     return int(fields[19])
 
 
+def program(pid: int | str = "self") -> str:
+    """The file that a process runs; empty where that cannot be known.
+
+    Not its command line: libraries that set a process's title overwrite that.
+    """
+    try:
+        # An upgrade of Python unlinks the file that a long-running server was started from.
+        return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
+    except OSError:
+        return ""
+
+
 def age_seconds(started: int) -> float:
     """How long ago a start time was."""
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
@@ -58,11 +72,19 @@ def place() -> str:
     return f"{platform.node()} {namespace}"
 
 
-def life(pid: int, started: int, where: str) -> Life:
-    """Whether this very process runs, and not another one under its number."""
+def life(pid: int, started: int, where: str, recorded_program: str = "") -> Life:
+    """Whether this very process runs, and neither another one under its number nor another program.
+
+    ``recorded_program`` is what :func:`program` said in it; empty where that was not known.
+    """
     if where != place():
         return Life.ELSEWHERE
-    return Life.LIVE if started and start_time(pid) == started else Life.ENDED
+    if not started or start_time(pid) != started:
+        return Life.ENDED
+    now = program(pid)
+    if recorded_program and now and now != recorded_program:
+        return Life.REPLACED
+    return Life.LIVE
 
 
 def shortened_arguments(argv: Sequence[str] | None = None) -> list[str]:

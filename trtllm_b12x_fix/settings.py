@@ -81,7 +81,8 @@ class Settings:
     accumulate: Accumulate = Accumulate.AUTO
     verify: Verify = Verify.FIRST
     ledger: Path | None = None
-    """None: the folder of this user below the system's folder for temporary files."""
+    """None: the folder of this user below the system's folder for temporary files. A relative one
+    is kept only where nothing is to be repaired, and used nowhere."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -92,15 +93,14 @@ class Settings:
         """
         environ = os.environ if environ is None else environ
         mode = mode_of(environ)
-        ledger = Path(environ[LEDGER]) if environ.get(LEDGER) else None
         if not mode.wants_repair:
-            return cls(mode=mode, ledger=ledger)
+            return cls(mode=mode, ledger=Path(environ[LEDGER]) if environ.get(LEDGER) else None)
         return cls(
             mode=mode,
             on_unknown=_choice(environ, ON_UNKNOWN, tuple(OnUnknown), OnUnknown.FAIL),
             accumulate=_choice(environ, ACCUMULATE, tuple(Accumulate), Accumulate.AUTO),
             verify=_choice(environ, VERIFY, tuple(Verify), Verify.FIRST),
-            ledger=ledger,
+            ledger=_absolute_ledger(environ),
         )
 
 
@@ -114,11 +114,30 @@ def mode_of(environ: Mapping[str, str]) -> Mode:
 
 
 def ledger_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where processes leave word of what they did."""
+    """Where processes leave word of what they did.
+
+    Raises:
+        InputError: the variable names a relative path.
+    """
     environ = os.environ if environ is None else environ
-    if environ.get(LEDGER):
-        return Path(environ[LEDGER])
+    named = _absolute_ledger(environ)
+    if named is not None:
+        return named
     return Path(tempfile.gettempdir()) / f"trtllm-b12x-fix-{os.getuid()}"
+
+
+def _absolute_ledger(environ: Mapping[str, str]) -> Path | None:
+    value = environ.get(LEDGER)
+    if not value:
+        return None
+    path = Path(value)
+    if not path.is_absolute():
+        # Workers change their folder: each would leave its record, and look for others, elsewhere.
+        raise InputError(
+            f"{LEDGER}={_shortened(value)} is a relative path: name the folder from the root, as "
+            "in /tmp/ledger, or unset it"
+        )
+    return path
 
 
 def own_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -136,6 +155,9 @@ def _choice(
     for choice in allowed:
         if choice.value == value:
             return choice
-    shown = value if len(value) <= 40 else value[:40] + "..."
     names = ", ".join(str(choice.value) for choice in allowed)
-    raise InputError(f"{variable}={shown!r} is not known: it may be {names}, or unset")
+    raise InputError(f"{variable}={_shortened(value)} is not known: it may be {names}, or unset")
+
+
+def _shortened(value: str) -> str:
+    return repr(value if len(value) <= 40 else value[:40] + "...")

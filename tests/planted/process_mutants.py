@@ -115,12 +115,21 @@ def _in_place(self: LedgerFolder, name: str, text: str) -> None:
         stream.write(text)
 
 
-def _by_number(pid: int, _started: int, _where: str) -> Life:
+def _by_number(pid: int, _started: int, _where: str, _program: str = "") -> Life:
     return Life.LIVE if processes.start_time(pid) else Life.ENDED
 
 
 def _intent(name: str, plan: Any) -> TargetStatus:
     return TargetStatus(name, FixState.ACTIVE, plan.note)
+
+
+def _any_count(record: Any, name: str) -> dict[str, int]:
+    return {str(what): int(count) for what, count in record.get(name, {}).items()}
+
+
+def _locked_fork(cls: Any) -> None:
+    if cls._current._lock.acquire(timeout=1):
+        cls._current._inherited()._write()
 
 
 def _all_judged(found: Any) -> int:
@@ -278,6 +287,55 @@ MUTANTS = [
         ledger_entries,
         "life",
         lambda *_: Life.ENDED,
+    ),
+    Mutant(
+        "any number is a count",
+        f"{_LEDGER}a_record_with_wrong_content_is_unreadable_and_hides_no_other",
+        ledger_entries,
+        "_counts",
+        _any_count,
+    ),
+    Mutant(
+        "a program is not looked at",
+        f"{_LEDGER}a_process_that_became_another_program_is_not_the_recorded_one",
+        processes,
+        "program",
+        lambda _pid="self": "",
+    ),
+    Mutant(
+        "another program is a live process",
+        f"{_STATUS}a_process_that_became_another_program_is_shown_and_not_judged",
+        ledger_entries,
+        "life",
+        lambda pid, started, where, _program="": processes.life(pid, started, where),
+    ),
+    Mutant(
+        "a fork leaves nothing",
+        f"{_LEDGER}a_forked_child_that_loads_nothing_has_a_record",
+        Ledger,
+        "_inherited",
+        _nothing,
+    ),
+    Mutant(
+        "a fork waits for the parent's lock",
+        f"{_LEDGER}a_fork_waits_for_no_lock_and_says_nothing",
+        Ledger,
+        "_after_fork",
+        classmethod(_locked_fork),
+    ),
+    Mutant(
+        "every fork leaves a file",
+        f"{_LEDGER}a_process_that_forks_often_does_not_fill_the_folder",
+        Ledger,
+        "_count_fork",
+        classmethod(_nothing),
+    ),
+    Mutant(
+        "any ledger will do",
+        f"{_UNIT}settings.py::test_a_relative_ledger_is_refused_by_name",
+        settings,
+        "_absolute_ledger",
+        lambda environ: settings.Path(environ[settings.LEDGER]),
     ),
     Mutant(
         "the status tells what was meant",

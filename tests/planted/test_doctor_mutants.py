@@ -74,6 +74,15 @@ def _take_the_last(source):
     return found[-1], "module"
 
 
+def _found_anywhere(hook, lines):
+    if not any(f"# {trtllm_patch_block.PATCH_MARK}" in line for line in lines):
+        return None
+    statement = next(
+        node for node in ast.walk(hook) if trtllm_patch_block.assigned_module(node) is not None
+    )
+    return trtllm_patch_block.FoundBlock(PatchStrategy.ALPHAS, statement, statement.end_lineno)
+
+
 def _import_it(name):
     return importlib.import_module(name).__spec__
 
@@ -90,6 +99,10 @@ sf = module.w2_weight_scale.reshape(n).to(torch.float8_e4m3fn)
 STORED = "module.other = module.w2_weight_scale * 2\nsf = module.w3.to(torch.float8_e4m3fn)"
 PRODUCT = "sf = torch.mul(module.w3_w1_weight_scale.float(), f).to(torch.float8_e4m3fn)"
 EXEMPT = f"if not module.has_w4a16_nvfp4():\n    {BAKED_LINE}"
+COPIED = test_trtllm_source.changed("scales[0], m", f"{test_trtllm_source.BAKED_COPY}, m")
+OPENED = test_trtllm_source.changed("first = ", "with bake() as first: pass\nfirst = ")
+IN_PLACE = test_trtllm_source.changed("given = (", "scales[0].mul_(f)\ngiven = (")
+NO_SCALE = test_trtllm_source.changed("given = (", "given = None if old else (")
 CONDITION = f"if module.quant_config is not None:\n    {BAKED_LINE}"
 
 MUTANTS = [
@@ -150,9 +163,9 @@ MUTANTS = [
     ),
     Mutant(
         "whatever does not bake is intact",
-        HookCode,
-        "mentions_text",
-        lambda self, text: True,
+        trtllm_source,
+        "_handling",
+        lambda source, code, bakes: (ScaleHandling.INTACT, ""),
         test_trtllm_source.test_these_do_not_bake,
         {"body": SIZES},
     ),
@@ -194,9 +207,9 @@ MUTANTS = [
     ),
     Mutant(
         "lines end where str.splitlines says",
-        trtllm_patch,
-        "_lines",
-        lambda text: text.splitlines(keepends=True),
+        trtllm_source.ParsedSource,
+        "lines",
+        property(lambda self: self.text.splitlines(keepends=True)),
         test_emit_patch.test_form_feeds_and_unicode_separators_end_no_line,
     ),
     Mutant(
@@ -229,10 +242,142 @@ MUTANTS = [
     Mutant(
         "a patched file is not recognised",
         trtllm_source,
-        "_patch_strategy",
-        lambda source: None,
+        "find_block",
+        lambda hook, lines: None,
         test_emit_patch.test_the_diff_applies_and_is_recognised,
         {"era": Era.MOE_TRANSFORM, "strategy": PatchStrategy.ALPHAS},
+    ),
+    Mutant(
+        "a mark is a patch",
+        trtllm_source,
+        "find_block",
+        _found_anywhere,
+        test_emit_patch.test_a_mark_outside_the_hook_is_a_comment,
+    ),
+    Mutant(
+        "a block need not be whole",
+        trtllm_patch_block,
+        "block",
+        lambda strategy, module, indent, version: (),
+        test_emit_patch.test_a_block_that_is_not_whole_or_not_in_place_is_no_patch,
+        {"old": "        # trtllm-b12x-fix, end\n", "new": ""},
+    ),
+    Mutant(
+        "nothing undoes a block to come",
+        trtllm_patch,
+        "used_after",
+        lambda source, statement, last: None,
+        test_emit_patch.test_entries_that_are_used_behind_the_block_are_refused,
+        {"how": "item"},
+    ),
+    Mutant(
+        "nothing undoes a block that is there",
+        trtllm_source,
+        "used_after",
+        lambda source, statement, last: None,
+        test_emit_patch.test_entries_that_are_used_behind_the_block_are_refused,
+        {"how": "update"},
+    ),
+    Mutant(
+        "other methods undo nothing",
+        trtllm_source,
+        "used_elsewhere",
+        lambda source: None,
+        test_emit_patch.test_entries_that_are_used_behind_the_block_are_refused,
+        {"how": "method"},
+    ),
+    Mutant(
+        "every other use undoes the block",
+        trtllm_source,
+        "_is_harmless",
+        lambda parent: False,
+        test_emit_patch.test_entries_that_another_method_forgets_are_no_matter,
+        {"statement": " = None"},
+    ),
+    Mutant(
+        "no doubt about what is handed over",
+        trtllm_source,
+        "_doubt",
+        lambda source, code: "",
+        test_trtllm_source.test_what_is_not_certainly_a_view_is_unknown,
+        {"body": COPIED, "words": "w1_weight_sf is"},
+    ),
+    Mutant(
+        "everything is a view",
+        HookCode,
+        "is_view",
+        lambda self, expression, seen=frozenset(): True,
+        test_trtllm_source.test_what_is_not_certainly_a_view_is_unknown,
+        {"body": COPIED, "words": "w1_weight_sf is"},
+    ),
+    Mutant(
+        "only followed values count",
+        HookCode,
+        "_all_values",
+        lambda self, name: self._values.get(name, []),
+        test_trtllm_source.test_what_is_not_certainly_a_view_is_unknown,
+        {"body": OPENED, "words": "w1_weight_sf is"},
+    ),
+    Mutant(
+        "nothing is changed in place",
+        HookCode,
+        "changes",
+        lambda self: None,
+        test_trtllm_source.test_what_is_not_certainly_a_view_is_unknown,
+        {"body": IN_PLACE, "words": "that line 9"},
+    ),
+    Mutant(
+        "None is a scale",
+        HookCode,
+        "may_be_none",
+        lambda self, expression, seen=frozenset(): False,
+        test_trtllm_source.test_what_is_not_certainly_a_view_is_unknown,
+        {"body": NO_SCALE, "words": "made of fc31_input_scale"},
+    ),
+    Mutant(
+        "None in the place of a scale hands it over",
+        trtllm_dataflow,
+        "_is_none",
+        lambda node: False,
+        test_trtllm_source.test_a_value_of_none_carries_nothing,
+    ),
+    Mutant(
+        "every doubt is one",
+        HookCode,
+        "changes",
+        lambda self: self._functions[0],
+        test_trtllm_source.test_these_are_intact,
+        {"body": test_trtllm_source.INTACT},
+    ),
+    Mutant(
+        "compiled modules are none",
+        trtllm_source,
+        "_COMPILED",
+        frozenset(),
+        test_doctor.test_a_compiled_class_is_not_judged,
+        {"name": "quantization.pyc", "with_backend": False},
+    ),
+    Mutant(
+        "a class that is only used is none",
+        trtllm_source,
+        "_NAMES_CLASS",
+        re.compile(b"(?!)"),
+        test_doctor.test_a_compiled_class_is_not_judged,
+        {"name": "quantization.pyc", "with_backend": True},
+    ),
+    Mutant(
+        "a folder is a module",
+        trtllm_source,
+        "_is_there",
+        lambda path: True,
+        test_doctor.test_folders_and_dead_links_with_a_modules_name_are_none,
+    ),
+    Mutant(
+        "any file will do",
+        trtllm_source.stat,
+        "S_ISREG",
+        lambda mode: True,
+        test_trtllm_source.test_a_pipe_is_refused_and_not_waited_for,
     ),
     Mutant(
         "b12x is built on B200",
@@ -314,8 +459,8 @@ MUTANTS = [
     Mutant(
         "a class elsewhere is none",
         trtllm_source,
-        "_USES_WRAPPER",
-        re.compile(b"(?!)"),
+        "_modules",
+        lambda package: (),
         test_doctor.test_a_class_at_a_place_that_the_fix_does_not_watch,
     ),
     Mutant(
@@ -410,7 +555,7 @@ MUTANTS = [
         "an unknown source is an intact one",
         trtllm_source,
         "_handling",
-        lambda code, bakes: (ScaleHandling.INTACT, ""),
+        lambda source, code, bakes: (ScaleHandling.INTACT, ""),
         test_doctor.test_other_sources,
         {
             "change": lambda text: text.replace(".to(torch.float8_e4m3fn)", ".half()"),
@@ -549,7 +694,7 @@ def test_a_wrong_block_is_caught(tmp_path, oracle_dir, version, strategy):
 def change(path: Path, old: str, new: str) -> None:
     """Within the block alone."""
     text = path.read_text()
-    place = text.index(f"# {trtllm_source.PATCH_MARK}")
+    place = text.index(f"# {trtllm_patch_block.PATCH_MARK}")
     block = text[place:]
     indented = old if not old.endswith("\n") else "        " + old
     assert block.count(indented) == 1, old

@@ -20,7 +20,7 @@ from tests.layers import make_inputs
 from tests.trtllm.layers import as_loaded
 from tests.trtllm.stand_in import Era, write_stand_in
 from tests.trtllm.test_stand_in import DECODE, LAYERS, PADDED, TOKENS, TOP_K, make_job, run_worker
-from trtllm_b12x_fix import cli
+from trtllm_b12x_fix import __version__, cli
 from trtllm_b12x_fix.emulator import moe
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.emulator.contract import Shape, contract_for
@@ -157,6 +157,103 @@ def test_an_unknown_place_is_refused_by_name(tmp_path, capsys, old, new, words):
     assert old in text
     path.write_text(text.replace(old, new))
     assert words in refused(path, capsys)
+
+
+WRAPPER = "        if module.activation_type not in"
+FINISH = "    def finish(self, module):\n        module._b12x_weights"
+UNDONE = {
+    "item": (WRAPPER, 'module._b12x_weights["w1_weight_sf"] = w1_sf'),
+    "update": (WRAPPER, "module._b12x_weights.update(w1_weight_sf=w1_sf)"),
+    "annotated": (WRAPPER, "module._b12x_weights: dict = baked"),
+    "merged": (WRAPPER, "module._b12x_weights |= baked"),
+    "setattr": (WRAPPER, 'setattr(module, "_b12x_weights", baked)'),
+    "unpacked": (WRAPPER, "module._b12x_weights, x = baked, 1"),
+    "read": (WRAPPER, "weights = module._b12x_weights"),
+    "method": ("    def transform_weights", f"{FINISH}.update(baked)\n"),
+    "replaced": ("    def transform_weights", f"{FINISH} = baked\n"),
+}
+
+
+def insert(path: Path, before: str, added: str) -> None:
+    """A statement of the hook, or a whole method."""
+    text = path.read_text()
+    assert text.count(before) == 1
+    added = added if before != WRAPPER else f"        {added}\n"
+    path.write_text(text.replace(before, added + before))
+
+
+@pytest.mark.parametrize("how", UNDONE)
+def test_entries_that_are_used_behind_the_block_are_refused(tmp_path, capsys, how):
+    path = written(tmp_path / "root", Era.MOE_TRANSFORM)
+    insert(path, *UNDONE[how])
+    assert "is used again behind the place for the block" in refused(path, capsys)
+    # A file that was patched first, and then changed.
+    path = written(tmp_path / "patched", Era.MOE_TRANSFORM)
+    patch_file(path, tmp_path / "patched", PatchStrategy.ALPHAS)
+    insert(path, *UNDONE[how])
+    reading = read_source(path, "m")
+    assert reading.handling is ScaleHandling.UNKNOWN
+    assert "after the block of emit-patch, and may undo it" in reading.reason
+    assert "may undo it" in refused(path, capsys)
+
+
+def test_entries_that_have_another_name_are_followed(tmp_path, capsys):
+    path = written(tmp_path, Era.MOE_TRANSFORM)
+    text = path.read_text().replace(ASSIGNMENT, ASSIGNMENT.replace("module", "w = module"))
+    path.write_text(text)
+    assert emit("--file", str(path), "--strategy", "alphas") == 0
+    capsys.readouterr()
+    insert(path, WRAPPER, 'w["w1_weight_sf"] = w1_sf')
+    assert "is used again" in refused(path, capsys)
+
+
+@pytest.mark.parametrize("statement", [" = None", " is None"])
+def test_entries_that_another_method_forgets_are_no_matter(tmp_path, statement):
+    path = written(tmp_path, Era.MOE_TRANSFORM)
+    insert(path, "    def transform_weights", f"{FINISH}{statement}\n")
+    patch_file(path, tmp_path, PatchStrategy.ALPHAS)
+    assert read_source(path, "m").handling is ScaleHandling.PATCHED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        # trtllm-b12x-fix, end\n", ""),
+        ("        pass_weight_scale_2(module)\n", ""),
+        ("        pass_weight_scale_2(module)\n", "        pass_weight_scale_2(other)\n"),
+        ('entries["w1_weight_sf"] = ', "_ = "),
+        ("return  # not baked", "pass"),
+        ("begin: strategy alphas", "begin: strategy fp32-rescale"),
+        ("begin: strategy alphas", "begin: strategy other"),
+        ("        # trtllm-b12x-fix 0.1.0", "        x = 1\n        # trtllm-b12x-fix 0.1.0"),
+    ],
+)
+def test_a_block_that_is_not_whole_or_not_in_place_is_no_patch(tmp_path, capsys, old, new):
+    path = written(tmp_path, Era.MOE_TRANSFORM)
+    patch_file(path, tmp_path, PatchStrategy.ALPHAS)
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    reading = read_source(path, "m")
+    assert (reading.handling, reading.patch_strategy) == (ScaleHandling.UNKNOWN, None)
+    assert "is not whole" in reading.reason
+    assert "is not whole" in refused(path, capsys)
+
+
+def test_a_whole_block_of_another_version_counts(tmp_path):
+    path = written(tmp_path, Era.MOE_TRANSFORM)
+    patch_file(path, tmp_path, PatchStrategy.ALPHAS)
+    path.write_text(path.read_text().replace(f"b12x-fix {__version__},", "b12x-fix 9.9.9,"))
+    assert read_source(path, "m").handling is ScaleHandling.PATCHED
+
+
+def test_a_mark_outside_the_hook_is_a_comment(tmp_path, capsys):
+    path = written(tmp_path, Era.MOE_TRANSFORM)
+    mark = "# trtllm-b12x-fix 0.1.0, begin: strategy alphas\n"
+    path.write_text(mark + path.read_text())
+    assert read_source(path, "m").handling is ScaleHandling.BAKES
+    assert emit("--file", str(path), "--strategy", "alphas") == 0
+    capsys.readouterr()
 
 
 def test_a_file_that_is_nowhere_below_the_package_is_refused(tmp_path, capsys):

@@ -233,7 +233,7 @@ def test_gpus_on_which_b12x_is_never_built(site, capsys, oracle_dir, monkeypatch
     [
         (lambda text: text.replace("class NVFP4", "class class NVFP4"), 2, "is not Python"),
         (lambda text: text.replace("NVFP4CuteDslB12xFusedMoEMethod", "Other"), 1, "is not there"),
-        (lambda _: "", 0, "has no NVFP4"),
+        (lambda _: "", 1, "uses NVFP4CuteDslB12xFusedMoEMethod, which no source file here"),
         (lambda text: text.replace("def transform_weights", "def prepare"), 1, "defines neither"),
         (lambda text: text.replace(".to(torch.float8_e4m3fn)", ".half()"), 1, "may bake"),
     ],
@@ -245,6 +245,117 @@ def test_other_sources(site, capsys, oracle_dir, change, code, words):
     found, document = examine(capsys)
     assert found == code
     assert words in document["reason"]
+
+
+def without_b12x(path: Path) -> None:
+    """As a release of before b12x: no file of the package knows of the class or of the wrapper."""
+    for file in path.parent.glob("*.py"):
+        text = file.read_text()
+        if "B12x" in text and file != path:
+            file.unlink()
+    path.write_text("")
+
+
+def test_a_release_without_b12x_is_not_affected(site, capsys, oracle_dir):
+    path = bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    without_b12x(path)
+    code, document = examine(capsys)
+    assert code == 0
+    assert "has no NVFP4" in document["reason"]
+
+
+@pytest.mark.parametrize(
+    "name", ["quantization.pyc", "quantization.so", "quantization.cpython-312-x86_64-linux-gnu.so"]
+)
+@pytest.mark.parametrize("with_backend", [True, False])
+def test_a_compiled_class_is_not_judged(site, capsys, oracle_dir, name, with_backend):
+    path = bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    content = path.read_bytes()
+    if not with_backend:
+        without_b12x(path)
+    path.unlink()
+    path.with_name(name).write_bytes(content)
+    code, document = examine(capsys)
+    assert code == 1
+    assert "NVFP4CuteDslB12xFusedMoEMethod" in document["reason"]
+    assert document["source"]["handling"] == "unknown"
+    if not with_backend:
+        assert document["source"]["module"] == "tensorrt_llm._torch.moe.fused_moe.quantization"
+        assert "is compiled" in document["reason"]
+
+
+def test_compiled_copies_of_sources_are_not_modules(site, capsys, oracle_dir):
+    path = bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    content = path.read_bytes()
+    without_b12x(path)
+    (path.parent / "__pycache__").mkdir(exist_ok=True)
+    (path.parent / "__pycache__" / "quantization.cpython-312.pyc").write_bytes(content)
+    assert examine(capsys)[0] == 0
+
+
+def test_a_scale_that_is_none_and_a_cast_by_copying_are_not_intact(site, capsys, oracle_dir):
+    path = bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    text = path.read_text()
+    old = "(scale.float() * factor[:, None, None]).to(torch.float8_e4m3fn)"
+    assert old in text
+    text = text.replace(old, "torch.empty_like(scale).copy_(scale.float() * factor)")
+    path.write_text(text.replace('"fc2_input_scale":', '"input_global_scale": None, "fc2_":'))
+    code, document = examine(capsys)
+    assert code == 1
+    assert "may bake" in document["reason"]
+
+
+@pytest.mark.parametrize("part", ["METADATA", "direct_url.json"])
+@pytest.mark.parametrize("package", ["tensorrt_llm-1.4.0rc1", "flashinfer_python-0.0"])
+def test_damaged_metadata_ends_in_a_note(site, capsys, oracle_dir, package, part):
+    bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    content = b"Name: \xff\n" if part == "METADATA" else b"[" * 100_000
+    (site / f"{package}.dist-info" / part).write_bytes(content)
+    code, document = examine(capsys)
+    assert code == 1
+    assert any("is damaged" in note and part in note for note in document["notes"])
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_the_source_is_unusable(site, capsys, oracle_dir):
+    path = bring_trtllm(site)
+    path.unlink()
+    os.mkfifo(path)
+    code, document = examine(capsys)
+    assert code == 2
+    assert "not a regular file" in document["reason"]
+    assert cli.main(["emit-patch"]) == 2
+    assert "not a regular file" in capsys.readouterr().err
+
+
+def test_folders_and_dead_links_with_a_modules_name_are_none(site, capsys, oracle_dir):
+    path = bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    without_b12x(path)
+    torch_folder = site / "tensorrt_llm" / "_torch"
+    (torch_folder / "dir.py").mkdir()
+    (torch_folder / "link.py").symlink_to("nowhere")
+    (torch_folder / "loop.py").symlink_to("loop.py")
+    path.unlink()
+    path.mkdir()
+    code, document = examine(capsys)
+    assert code == 0
+    assert "has no NVFP4" in document["reason"]
+
+
+def test_a_mark_alone_is_no_patch(site, capsys, oracle_dir):
+    path = bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    mark = "# trtllm-b12x-fix 0.1.0, begin: strategy alphas\n"
+    path.write_text(mark + path.read_text())
+    code, document = examine(capsys)
+    assert code == 1
+    assert document["source"]["handling"] == "bakes"
 
 
 def test_a_class_at_a_place_that_the_fix_does_not_watch(site, capsys, oracle_dir, monkeypatch):

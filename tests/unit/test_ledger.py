@@ -227,6 +227,57 @@ def test_a_forked_child_writes_a_file_of_its_own(folder):
     assert counts == {os.getpid(): {"alphas": 1}, child.pid: {"alphas": 2}}
 
 
+def fork(work=lambda: None):
+    """A child that does that and ends at once, past all clean-up; its number and exit code."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid, os.waitpid(pid, 0)[1]
+
+
+def test_a_forked_child_that_loads_nothing_has_a_record(folder):
+    Ledger.for_process().record_layer("alphas")
+    child, code = fork()
+    assert code == 0
+    counts = {record["pid"]: record["layers"] for record in fake_trtllm.records(folder)}
+    assert counts == {os.getpid(): {"alphas": 1}, child: {"alphas": 1}}
+
+
+def test_a_child_of_a_process_without_a_record_has_none(folder):
+    Ledger.for_process()
+    Ledger._current = None
+    fork()
+    assert not folder.exists()
+
+
+def test_a_fork_waits_for_no_lock_and_says_nothing(folder, monkeypatch, caplog):
+    ledger = Ledger.for_process()
+    ledger.record_layer("alphas")
+    with ledger._lock:  # as another thread may hold it
+        child, code = fork()
+    assert code == 0
+    assert child in {record["pid"] for record in fake_trtllm.records(folder)}
+    monkeypatch.setattr(Ledger, "_probe", staticmethod(lambda: 1 / 0))
+    said = folder.parent / "said"
+    _, code = fork(lambda: said.write_text(caplog.text))
+    assert (code, said.read_text()) == (0, "")
+
+
+def test_a_process_that_forks_often_does_not_fill_the_folder(folder, monkeypatch):
+    monkeypatch.setattr("trtllm_b12x_fix.ledger._CHILDREN_WRITTEN", 3)
+    monkeypatch.setattr(Ledger, "_forks", 0)
+    Ledger.for_process().write()
+    for _ in range(6):
+        fork()
+    assert len(fake_trtllm.records(folder)) == 4
+    # One that loads a layer still has its record.
+    child, _ = fork(lambda: Ledger.for_process().record_layer("alphas"))
+    assert child in {record["pid"] for record in fake_trtllm.records(folder)}
+
+
 def test_this_process_is_read_as_live(folder):
     Ledger.for_process().record_layer("alphas")
     (process,) = read_processes(folder)
@@ -306,6 +357,110 @@ def test_one_damaged_record_does_not_hide_the_others(folder, content):
     assert found[os.getpid()].state is FixState.UNKNOWN
     assert found[os.getpid()].life is Life.LIVE
     assert "unreadable" in found[os.getpid()].note
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"place": None},
+        {"place": 5},
+        {"written_at": None},
+        {"written_at": True},
+        {"written_at": "now"},
+        {"written_at": 10**400},
+        {"written_at": float("inf")},
+        {"layers": {"a": float("inf")}},
+        {"layers": {"a": float("nan")}},
+        {"layers": {"a": 1.5}},
+        {"layers": {"a": -1}},
+        {"layers": {"a": True}},
+        {"layers": {"a": 10**400}},
+        {"layers": ["a"]},
+        {"checks": 5},
+        {"checks": {"counts": 5}},
+        {"checks": {"last": 5}},
+        {"checks": {"last": [5]}},
+        {"warnings": 5},
+        {"warnings": "text"},
+        {"warnings": [5]},
+        {"argv": None},
+        {"argv": [None]},
+        {"note": {}},
+        {"mode": []},
+        {"program": 5},
+        {"facts": {"x": float("inf")}},
+        {"schema": "x" * 10_000},
+    ],
+    ids=lambda changes: str(changes)[:30],
+)
+def test_a_record_with_wrong_content_is_unreadable_and_hides_no_other(folder, changes):
+    plant(folder, 999_999_998, 1, state="active")
+    plant(folder, os.getpid(), start_time(os.getpid()), **changes)
+    found = {process.pid: process for process in read_processes(folder)}
+    assert found[999_999_998].state is FixState.ACTIVE
+    damaged = found[os.getpid()]
+    assert (damaged.state, damaged.life) == (FixState.UNKNOWN, Life.LIVE)
+    assert "unreadable" in damaged.note
+    assert len(damaged.note) <= 400
+    assert damaged.record == {}
+
+
+def test_a_number_that_overflows_is_unreadable(folder):
+    path = plant(folder, os.getpid(), start_time(os.getpid()), written_at=-7)
+    path.write_text(path.read_text().replace("-7", "1e999"))
+    (process,) = read_processes(folder)
+    assert "1e999 is no finite number" in process.note
+
+
+def test_an_unreadable_record_does_not_stop_whoever_asks_for_the_repair(folder):
+    folder.mkdir(mode=0o700)
+    (folder / "1-5.json").write_text('{"schema":1}')
+    environ = {**os.environ, "TRTLLM_B12X_FIX_LEDGER": str(folder)}
+    subprocess.run([sys.executable, "-c", "import trtllm_b12x_fix.auto"], env=environ, check=True)
+
+
+def test_a_process_that_became_another_program_is_not_the_recorded_one(folder):
+    code = "import os; input(); os.execvp('sh', ['sh', '-c', 'echo; read x'])"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    started = start_time(child.pid)
+    plant(folder, child.pid, started, state="active")
+    (process,) = read_processes(folder)
+    assert process.life is Life.LIVE
+    child.stdin.write("\n")
+    child.stdin.flush()
+    child.stdout.readline()
+    (process,) = read_processes(folder)
+    assert (start_time(child.pid), process.life) == (started, Life.REPLACED)
+    assert process.age_s is None
+    child.communicate("\n")
+
+
+@pytest.mark.parametrize("now", ["/usr/bin/python3 (deleted)", OSError(13, "not yours")])
+def test_a_program_that_was_upgraded_or_cannot_be_seen_is_the_same(folder, monkeypatch, now):
+    real = os.readlink
+
+    def readlink(path, *args, **kwargs):
+        if not str(path).endswith("/exe"):
+            return real(path, *args, **kwargs)
+        if isinstance(now, OSError):
+            raise now
+        return now
+
+    monkeypatch.setattr(processes.os, "readlink", readlink)
+    plant(folder, os.getpid(), start_time(os.getpid()), program="/usr/bin/python3")
+    (process,) = read_processes(folder)
+    assert process.life is Life.LIVE
+
+
+def test_a_record_of_before_programs_were_recorded_is_read(folder):
+    path = plant(folder, os.getpid(), start_time(os.getpid()))
+    record = json.loads(path.read_text())
+    assert record.pop("program") == os.readlink("/proc/self/exe")
+    path.write_text(json.dumps(record))
+    (process,) = read_processes(folder)
+    assert process.life is Life.LIVE
 
 
 def test_a_pipe_in_the_place_of_a_record_does_not_hang(folder):

@@ -62,8 +62,34 @@ def test_what_is_not_given_is_left_as_it_is():
     assert variables(environ=environ) == {"": "auto", "_VERIFY": "off", "_LEDGER": "/srv/x"}
 
 
-def test_asking_to_run_overrides_off():
-    assert variables(environ={PREFIX: "off"}) == {"": "auto"}
+@pytest.mark.parametrize("value", ["off", "alphas", "fp32-rescale", "auto"])
+def test_a_value_that_is_there_has_the_last_word(value):
+    assert variables(environ={PREFIX: value}) == {"": value}
+
+
+def test_an_empty_value_is_none():
+    assert variables(environ={PREFIX: ""}) == {"": "auto"}
+
+
+def test_an_option_that_is_given_wins_over_off():
+    assert variables("--strategy", "auto", environ={PREFIX: "off"}) == {"": "auto"}
+
+
+def test_running_without_the_repair_is_said():
+    assert "runs without the repair" in run("--", "true", environ={PREFIX: "off"}).stderr
+    assert "without the repair (" not in run("--", "true").stderr
+
+
+def test_a_value_that_is_not_known_is_refused_before_anything_runs():
+    done = run("--", "echo", "ran", environ={PREFIX: "on"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "TRTLLM_B12X_FIX='on' is not known" in done.stderr
+
+
+def test_a_relative_ledger_is_refused_before_anything_runs():
+    done = run("--", "echo", "ran", environ={f"{PREFIX}_LEDGER": "records"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "TRTLLM_B12X_FIX_LEDGER='records' is a relative path" in done.stderr
 
 
 def test_options_of_the_command_stay_its_own():

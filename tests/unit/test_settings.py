@@ -88,6 +88,17 @@ def test_the_ledger_can_be_elsewhere():
     assert Settings.from_environment(variables).ledger == Path("/srv/ledger")
 
 
+@pytest.mark.parametrize("value", ["ledger", "./ledger", "~/ledger", "../ledger"])
+def test_a_relative_ledger_is_refused_by_name(value):
+    variables = {settings.LEDGER: value}
+    for read_it in (settings.ledger_directory, Settings.from_environment):
+        with pytest.raises(InputError, match=f"TRTLLM_B12X_FIX_LEDGER={value!r} is a relative"):
+            read_it({**ON, **variables})
+    # Whoever did not ask for the repair is not stopped.
+    for off in ({}, {settings.MODE: "off"}):
+        assert not Settings.from_environment({**off, **variables}).mode.wants_repair
+
+
 def test_only_our_own_variables_are_ever_told():
     environ = {**ON, "HF_TOKEN": "secret", "TRTLLM_B12X_FIX_SECRET": "x", settings.VERIFY: ""}
     assert settings.own_variables(environ) == ON

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -107,7 +108,10 @@ def test_other_containers_are_shown_and_not_judged(folder, capsys):
     assert "1 of other hosts or containers were not judged" in out.replace("\n", " ")
 
 
-@pytest.mark.parametrize("content", ["{", '{"schema": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "place": 1, "checks": {"last": 5}}'],
+)
 def test_a_live_process_with_an_unreadable_record_is_unusable(folder, living, content, capsys):
     folder.mkdir(mode=0o700)
     (folder / f"{living[0]}-{start_time(living[0])}.json").write_text(content)
@@ -115,10 +119,46 @@ def test_a_live_process_with_an_unreadable_record_is_unusable(folder, living, co
     assert "cannot be read" in capsys.readouterr().out
 
 
-def test_an_unreadable_record_of_a_process_that_ended_is_nobodys_problem(folder):
+@pytest.mark.parametrize("content", ["{", '{"schema": 1}'])
+def test_an_unreadable_record_of_a_process_that_ended_is_nobodys_problem(folder, content, capsys):
     folder.mkdir(mode=0o700)
-    (folder / "999999999-1.json").write_text("{")
+    (folder / "999999999-1.json").write_text(content)
     assert cli.main(["status"]) == 0
+    assert "999999999-1.json is unreadable" in capsys.readouterr().out
+
+
+def test_a_process_that_became_another_program_is_shown_and_not_judged(folder, living, capsys):
+    plant(folder, living[0], program="/no/such/program")
+    assert cli.main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert "became another program; was active" in out
+    assert "No live process has left a record" in out
+    assert cli.main(["status", "--require-live"]) == 1
+
+
+def test_a_relative_folder_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("TRTLLM_B12X_FIX_LEDGER", "records")
+    assert cli.main(["status"]) == 2
+    assert "TRTLLM_B12X_FIX_LEDGER='records' is a relative path" in capsys.readouterr().err
+
+
+def row_of(pid, capsys):
+    """The columns of a process."""
+    cli.main(["status"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(str(pid))]
+    return [cell for cell in row.split("  ") if cell]
+
+
+def test_nothing_is_said_twice_and_the_last_writing_is_shown(folder, capsys):
+    then = time.time() - 300
+    plant(folder, 999_999_998, FixState.NOT_ASKED, started=1, mode="not asked for", written_at=then)
+    cells = [cell.strip() for cell in row_of(999_999_998, capsys)]
+    assert cells[:4] == ["999999998", "- / 5m ago", "ended; was off", "not asked for"]
+
+
+def test_without_a_live_process_the_text_names_the_option(folder, capsys):
+    assert cli.main(["status"]) == 0
+    assert "--require-live" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_a_link_is_unusable(folder, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from pathlib import Path
 
@@ -133,8 +134,110 @@ def test_these_do_not_bake(tmp_path, body):
     reading = read(tmp_path, body)
     assert reading.handling is ScaleHandling.UNKNOWN
     assert "neither bakes" in reading.reason
-    intact = read(tmp_path, f"{textwrap.dedent(body)}\nmodule.w = dict(input_global_scale=s)")
-    assert intact.handling is ScaleHandling.INTACT
+    told = read(tmp_path, f"{textwrap.dedent(body)}\nmodule.w = dict(input_global_scale=s)")
+    assert told.handling is ScaleHandling.UNKNOWN
+    assert "what is in _b12x_weights" in told.reason
+
+
+LAYOUT = "from flashinfer.cute_dsl.utils import convert_sf_to_mma_layout"
+INTACT = f"""
+{LAYOUT}
+fp8 = torch.float8_e4m3fn
+scales = [scale.view(fp8) for scale in (module.w3_w1_weight_scale, module.w2_weight_scale.data)]
+first = convert_sf_to_mma_layout(scales[0], m=1, k=1, num_groups=1)
+second = module.w2_weight_scale.reshape(3, -1)
+given = (1.0 / module.fc31_input_scale).float()
+module._b12x_weights = {{
+    "w1_weight_sf": first,
+    "w2_weight_sf": second,
+    "input_global_scale": given,
+}}
+"""
+
+
+def changed(old: str, new: str) -> str:
+    assert old in INTACT
+    return INTACT.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        INTACT,
+        changed("fp8 = ", "super().transform_weights(module)\nfp8 = "),
+        changed("= (1.0 / module.fc31_input_scale).float()", "= module.fc31_input_scale"),
+        f"if module._other is None:\n    return\n{INTACT}",
+        """
+        module._b12x_weights = dict(
+            w1_weight_sf=module.w3_w1_weight_scale.view(torch.float8_e4m3fn),
+            w2_weight_sf=module.w2_weight_scale,
+            input_global_scale=1 / module.fc31_input_scale,
+        )
+        """,
+    ],
+)
+def test_these_are_intact(tmp_path, body):
+    reading = read(tmp_path, body)
+    assert reading.handling is ScaleHandling.INTACT, reading.reason
+
+
+BAKED_COPY = "torch.empty_like(scales[0]).copy_(scales[0].float() * f)"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (changed('scale": given', 'scale": None'), "neither bakes"),
+        (changed('scale": given', 'scale": given if new else None'), "made of fc31_input_scale"),
+        (changed("given = (", "given = None if old else ("), "made of fc31_input_scale"),
+        (changed("given = (", "given = None\nif new: given = ("), "made of fc31_input_scale"),
+        (changed('scale": given', 'scale": unheard_of'), "made of fc31_input_scale"),
+        (changed("scales[0], m", f"{BAKED_COPY}, m"), "w1_weight_sf is"),
+        (changed("scales[0], m", "bake(scales[0]), m"), "w1_weight_sf is"),
+        (changed("scales[0], m", "scales[0].half(), m"), "w1_weight_sf is"),
+        (changed("first = ", "first = other\nfirst = "), "w1_weight_sf is"),
+        (changed("first = ", "with bake() as first: pass\nfirst = "), "w1_weight_sf is"),
+        (changed(LAYOUT, "from .ours import convert_sf_to_mma_layout"), "w1_weight_sf is"),
+        (changed("second = ", "second = other if old else "), "w2_weight_sf is"),
+        (changed('"w2_weight_sf": second,', ""), "w2_weight_sf is"),
+        (changed("given = (", "scales[0].mul_(f)\ngiven = ("), "that line 9"),
+        (changed("given = (", "scales[0] = baked\ngiven = ("), "that line 9"),
+        (changed("given = (", "scales[0][:] = baked\ngiven = ("), "that line 9"),
+        (changed("given = (", "bake(scales)\ngiven = ("), "that line 9"),
+        (changed("given = (", "bake(module)\ngiven = ("), "that line 9"),
+        (changed("given = (", "self.bake(layer=module)\ngiven = ("), "that line 9"),
+        (changed("given = (", "torch.add(a, b, out=second)\ngiven = ("), "that line 9"),
+        (changed("given = (", "module.w2_weight_scale = baked\ngiven = ("), "that line 9"),
+        (changed("given = (", "module.w2_weight_scale.data = baked\ngiven = ("), "that line 9"),
+        (f"{INTACT}module._b12x_weights['w1_weight_sf'] = baked", "what is in"),
+        (f"{INTACT}getattr(module, '_b12x_weights').update(baked)", "what is in"),
+        (changed('"w1_weight_sf": first', '**baked, "w1_weight_sf": first'), "what is in"),
+        (changed("module._b12x_weights = {", "w = module._b12x_weights = {"), "what is in"),
+    ],
+)
+def test_what_is_not_certainly_a_view_is_unknown(tmp_path, body, words):
+    reading = read(tmp_path, body)
+    assert reading.handling is ScaleHandling.UNKNOWN
+    assert words in reading.reason
+
+
+@pytest.mark.parametrize(
+    ("statement", "handling"),
+    [
+        ("module._b12x_weights = None", ScaleHandling.INTACT),
+        ("if module._b12x_weights is None: return", ScaleHandling.INTACT),
+        ("module._b12x_weights['w1_weight_sf'] = 1", ScaleHandling.UNKNOWN),
+        ("module._b12x_weights.update(x)", ScaleHandling.UNKNOWN),
+    ],
+)
+def test_other_functions_that_use_the_entries(tmp_path, statement, handling):
+    more = f"def finish(module):\n    {statement}\n"
+    assert read(tmp_path, INTACT, more=more).handling is handling
+
+
+def test_a_value_of_none_carries_nothing(tmp_path):
+    for more in ("w = {'input_global_scale': None}", "w = dict(input_global_scale=None)"):
+        assert read(tmp_path, f"{BAKED_LINE}\n{more}").handling is ScaleHandling.BAKES
 
 
 def test_a_file_with_both_ways_is_not_judged(tmp_path):
@@ -191,7 +294,7 @@ def test_which_size_the_wrapper_is_told(tmp_path, size, told):
 def test_the_newer_hook_counts(tmp_path):
     old = f"    def post_load_weights(self, module):\n        {BAKED_LINE}\n"
     path = tmp_path / "quantization.py"
-    new = "    def transform_weights(self, module):\n        w = dict(input_global_scale=s)\n"
+    new = f"    def transform_weights(self, module):\n{textwrap.indent(INTACT, ' ' * 8)}"
     path.write_text(f"class {CLASS}:\n{old}{new}")
     assert read_source(path, "m").handling is ScaleHandling.INTACT
     path.write_text(f"class {CLASS}:\n{old}")
@@ -222,6 +325,13 @@ def test_a_damaged_file_is_named(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(SourceError, match=r"quantization\.py"):
         read_source(path, "m")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "quantization.py")
+    with pytest.raises(SourceError, match=r"quantization\.py: cannot be read: it is not a regular"):
+        read_source(tmp_path / "quantization.py", "m")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -308,6 +418,24 @@ def test_an_editable_install(tmp_path, site, monkeypatch):
     found = look()
     assert (found.kind, found.version) == (Kind.EDITABLE, "2.0")
     assert "editable install" in found.notes()[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "version"),
+    [
+        ("METADATA", b"Name: \xff\nVersion: 1.0\n", "of unknown version"),
+        ("direct_url.json", b'"\xff"', "1.0"),
+        ("direct_url.json", b"[" * 100_000, "1.0"),
+        ("direct_url.json", b"{", "1.0"),
+    ],
+)
+def test_damaged_metadata_is_told(site, file, content, version):
+    bring(site)
+    record(site, "1.0")
+    (site / "poisoned_package-1.0.dist-info" / file).write_bytes(content)
+    found = look()
+    assert (found.kind, found.version) == (Kind.INSTALLED, version)
+    assert [note for note in found.notes() if "is damaged" in note and file in note]
 
 
 def test_several_distributions(site, tmp_path, monkeypatch):

@@ -2,9 +2,10 @@
 
     trtllm-b12x-fix run -- trtllm-serve MODEL --config serve.yaml
 
-sets TRTLLM_B12X_FIX for that command alone, then becomes it: signals and the exit code are the
-command's. The start-up file of the environment the command runs in does the rest, so the package
-must be installed there. Options that are not given leave their variables as they are.
+sets TRTLLM_B12X_FIX=auto for that command alone, then becomes it: signals and the exit code are
+the command's. The start-up file of the environment the command runs in does the rest, so the
+package must be installed there. Options that are not given leave their variables as they are, and
+TRTLLM_B12X_FIX, too, where it has a value: off stays off, unless --strategy is given.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         choices=[mode.value for mode in _STRATEGIES],
-        default=Mode.AUTO.value,
-        help="how weight_scale_2 reaches the kernel (default: auto, by what the kernel can take)",
+        help=f"how weight_scale_2 reaches the kernel (default: what {MODE} says; where that is "
+        "unset auto, by what the kernel can take)",
     )
     parser.add_argument(
         "--verify",
@@ -77,11 +78,17 @@ def run(args: argparse.Namespace) -> int:
     if not words:
         raise InputError("run needs a command: trtllm-b12x-fix run -- trtllm-serve MODEL")
     environ = {**os.environ, **_variables(args)}
+    # Whoever starts a server can switch the repair off around a script that has this command in it.
+    environ[MODE] = environ.get(MODE) or Mode.AUTO.value
     # Here, rather than minutes later in a worker.
-    Settings.from_environment(environ)
+    settings = Settings.from_environment(environ)
     if shutil.which(words[0]) is None:
         raise InputError(f"cannot run {words[0]}: no such command (PATH was searched)")
-    _warn_without_hook()
+    if settings.mode.wants_repair:
+        _warn_without_hook()
+    else:
+        asked = f"{MODE}={settings.mode.value}"
+        _say(f"{asked}: the command runs without the repair (with it: --strategy auto)")
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -105,8 +112,11 @@ def _warn_without_hook() -> None:
     # Site start-up put the finder in place, unless this package is only on PYTHONPATH, or the
     # start-up file was lost: then nothing would happen in the command, and nothing would say so.
     if not startup.is_in_place():
-        print(
-            "trtllm-b12x-fix: the start-up file trtllm_b12x_fix.pth did not run in this Python: "
-            "install the package with pip, or the command may run without the repair",
-            file=sys.stderr,
+        _say(
+            "the start-up file trtllm_b12x_fix.pth did not run in this Python: install the package "
+            "with pip, or the command may run without the repair"
         )
+
+
+def _say(words: str) -> None:
+    print(f"trtllm-b12x-fix: {words}", file=sys.stderr)

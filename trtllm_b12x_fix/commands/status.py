@@ -2,7 +2,11 @@
 
 Each process that imports TensorRT-LLM's MoE module records what became of the patched class, and
 looks again at each layer loaded and at its end. State and layer counts are as of then; whether a
-process still runs is looked up now.
+process still runs, and the same program, is looked up now. A process forked by one with a record
+leaves its own (up to 32 of each parent); one that runs exec with the same program cannot be told
+from before, until it imports the module.
+
+A process that cannot write its record is not listed; --require-live makes a finding of no live one.
 
 exit codes
   0  every live process that imported the module is repaired, or needs no repair; or none is live
@@ -35,7 +39,7 @@ GOOD, FINDING, UNUSABLE = 0, 1, 2
 _VERDICTS = {GOOD: "good", FINDING: "finding", UNUSABLE: "unusable"}
 _ENDED_SHOWN = 5
 _COMMAND_WIDTH = 38
-_HEADER = ["pid", "age", "state", "mode", "layers", "verify", "command"]
+_HEADER = ["pid", "age / wrote", "state", "mode", "layers", "verify", "command"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +107,8 @@ def render(processes: Sequence[ProcessStatus], folder: Path, *, show_all: bool) 
 
 def _row(process: ProcessStatus) -> list[str]:
     state = process.state.value
+    if process.mode:
+        state = state.removesuffix(f": {process.mode}")  # the next column says it
     if process.life is not Life.LIVE:
         state = f"{process.life.value}; was {state}"
     command = process.command
@@ -110,7 +116,7 @@ def _row(process: ProcessStatus) -> list[str]:
         command = "..." + command[3 - _COMMAND_WIDTH :]
     row = [
         str(process.pid),
-        "-" if process.age_s is None else _duration(process.age_s),
+        _times(process),
         state,
         process.mode or "-",
         _counted(process.layers),
@@ -118,6 +124,13 @@ def _row(process: ProcessStatus) -> list[str]:
         command or "-",
     ]
     return [printable(cell) for cell in row]
+
+
+def _times(process: ProcessStatus) -> str:
+    if process.age_s is not None:
+        return _duration(process.age_s)
+    wrote = process.recorded_s_ago
+    return "-" if wrote is None else f"- / {_duration(wrote)} ago"
 
 
 def _counted(counts: Mapping[str, int]) -> str:
@@ -128,8 +141,8 @@ def _notes(process: ProcessStatus) -> list[str]:
     lines = [f"{process.pid}: {process.note}"] if process.note else []
     lines += [
         f"{process.pid}: layer {check.get('layer')}: {check.get('detail')}"
-        for check in process.record.get("checks", {}).get("last", [])
-        if isinstance(check, dict) and check.get("outcome") != PASSED
+        for check in process.checked
+        if check.get("outcome") != PASSED
     ]
     return lines + [f"{process.pid}: {warning}" for warning in process.warnings]
 
@@ -141,7 +154,9 @@ def _verdict(processes: Sequence[ProcessStatus], folder: Path) -> str:
     if not live:
         return (
             f"No live process has left a record in {folder}. A process leaves one when it imports "
-            f"TensorRT-LLM's MoE module; another TMPDIR, {LEDGER} or container has its own." + where
+            f"TensorRT-LLM's MoE module; another TMPDIR, {LEDGER} or container has its own. One "
+            "that could not write has said so in its log (with --require-live this is exit code 1)."
+            + where
         )
     unknown = sum(process.state is FixState.UNKNOWN for process in live)
     if unknown:

@@ -161,9 +161,9 @@ def _clash() -> list[str]:
 def _files(name: str) -> set[str]:
     try:
         files = metadata.files(name) or []
-    except metadata.PackageNotFoundError:
+        return {str(file) for file in files if ".dist-info/" not in str(file)}
+    except Exception:  # not there, or a RECORD that is neither text nor a table
         return set()
-    return {str(file) for file in files if ".dist-info/" not in str(file)}
 
 
 def _torch() -> tuple[str | None, str | None]:
@@ -177,8 +177,8 @@ def _torch() -> tuple[str | None, str | None]:
 
 def _constants(file: Path) -> dict[str, str]:
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(file.read_bytes()) if file.is_file() else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     found = {}
     for node in tree.body:

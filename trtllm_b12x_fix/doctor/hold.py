@@ -82,6 +82,8 @@ def would_hold(switch: Switch, reading: SourceReading, model: Model | None) -> H
         contract = installed_contract()
     except B12xFixError as error:
         return _without_contract(switch, refusals, way_out, str(error))
+    except Exception as error:  # metadata that is no text
+        return Hold(unknown=f"FlashInfer cannot be read ({type(error).__name__}: {error})")
     if contract is None:
         missing = "FlashInfer is not installed: b12x cannot run, with or without the fix"
         return Hold(refusals=(*refusals, missing), way_out=("install FlashInfer 0.6.17 or later",))

@@ -48,7 +48,7 @@ def installed_contract() -> KernelContract | None:
         version = metadata.version(DISTRIBUTION)
         if not version:  # METADATA without the line
             raise metadata.PackageNotFoundError(DISTRIBUTION)
-    except (metadata.PackageNotFoundError, KeyError) as error:
+    except (metadata.PackageNotFoundError, KeyError, ValueError) as error:  # ValueError: not UTF-8
         raise UnsupportedVersionError(
             f"flashinfer is importable but {DISTRIBUTION} has no metadata, so its version is "
             "unknown; name a version with --flashinfer"

@@ -41,6 +41,8 @@ class DistributionRecord:
     version: str
     folder: str
     editable: bool = False
+    damage: str = ""
+    """Why not all of it can be read."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Package:
             found.append(f"{self.name} is a single module, not the package")
         if self.kind in (Kind.EDITABLE, Kind.SOURCE):
             found.append(f"{self.name} comes from a {self.kind.value}: {self.folder}")
+        found += [
+            f"{self.name}: metadata in {one.folder} is damaged: {one.damage}"
+            for one in self.distributions
+            if one.damage
+        ]
         if self.importable and not self.distributions:
             found.append(f"{self.name} has no metadata, so its version is unknown")
         if not self.importable and self.distributions:
@@ -116,11 +123,19 @@ def distribution_records(name: str) -> tuple[DistributionRecord, ...]:
     found: dict[DistributionRecord, None] = {}
     for one in metadata.distributions(name=name):
         folder = str(one.locate_file(""))
+        version, editable, damage = UNKNOWN_VERSION, False, []
         try:
             version = one.version or UNKNOWN_VERSION
         except KeyError:  # METADATA without the line
-            version = UNKNOWN_VERSION
-        found[DistributionRecord(_normal(name), version, folder, _is_editable(one))] = None
+            pass
+        except Exception as error:  # other bytes than text; other people's finders
+            damage.append(f"METADATA: {error}")
+        try:
+            editable = _is_editable(one)
+        except Exception as error:  # the same, or nested too deeply
+            damage.append(f"direct_url.json: {error}")
+        words = "; ".join(damage)
+        found[DistributionRecord(_normal(name), version, folder, editable, words)] = None
     return tuple(found)
 
 
@@ -144,10 +159,7 @@ def _kind(folder: Path, records: tuple[DistributionRecord, ...]) -> Kind:
 def _is_editable(distribution: metadata.Distribution) -> bool:
     """By PEP 610's direct_url.json."""
     text = distribution.read_text("direct_url.json")
-    try:
-        origin = json.loads(text) if text else {}
-    except ValueError:
-        return False
+    origin = json.loads(text) if text else {}
     info = origin.get("dir_info") if isinstance(origin, dict) else None
     return isinstance(info, dict) and bool(info.get("editable"))
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import ast
 import difflib
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_b12x_fix.errors import B12xFixError, InputError
 from trtllm_b12x_fix.integrations.flashinfer_wrapper import read_wrapper
 from trtllm_b12x_fix.integrations.installed import Package
-from trtllm_b12x_fix.integrations.trtllm_patch_block import PatchStrategy, block
+from trtllm_b12x_fix.integrations.trtllm_patch_block import ENTRIES, PatchStrategy, block
 from trtllm_b12x_fix.integrations.trtllm_source import (
     CLASS,
-    ENTRIES,
     PACKAGE,
     ParsedSource,
     ScaleHandling,
@@ -28,6 +26,7 @@ from trtllm_b12x_fix.integrations.trtllm_source import (
     parse_source,
     read_source,
     source_files,
+    used_after,
 )
 
 _NO_NEWLINE = "\\ No newline at end of file\n"
@@ -109,9 +108,9 @@ def make_patch(target: Target, strategy: PatchStrategy) -> SourcePatch:
     if reason := _nothing_to_do(reading):
         return SourcePatch(target, reading, reason=reason)
     if reading.handling is ScaleHandling.UNKNOWN:
-        raise PatchPlaceError(f"{target.path}: {reading.reason}: report the version")
+        raise PatchPlaceError(f"{target.path}: {reading.reason} (else report the version)")
     source = parse_source(target.path)
-    before = _lines(source.text)
+    before = source.lines
     after = patched_lines(source, before, strategy)
     return SourcePatch(target, reading, _diff(before, after, target.name))
 
@@ -120,7 +119,8 @@ def patched_lines(source: ParsedSource, before: list[str], strategy: PatchStrate
     """The file's lines with the block in place.
 
     Raises:
-        PatchPlaceError: the assignment is not there exactly once, or shares its lines.
+        PatchPlaceError: the assignment is not there exactly once or shares its lines, or what it
+            assigns is used again behind it.
     """
     statement, module = _assignment(source)
     last = statement.end_lineno
@@ -132,6 +132,11 @@ def patched_lines(source: ParsedSource, before: list[str], strategy: PatchStrate
         raise PatchPlaceError(
             f"{source.path}:{statement.lineno}: the assignment of {ENTRIES} shares its lines with "
             "other code"
+        )
+    if line := used_after(source, statement, last):
+        raise PatchPlaceError(
+            f"{source.path}:{line}: {ENTRIES} is used again behind the place for the block, which "
+            "may undo it: report the version, or use the fix without a patch (TRTLLM_B12X_FIX=auto)"
         )
     # The last line of a file may have no end; the first one tells, too.
     end = "\r\n" if before[0].endswith("\r\n") else "\n"
@@ -179,11 +184,6 @@ def _name_below_package(path: Path) -> str:
         )
     last = len(parts) - 1 - parts[::-1].index(PACKAGE)
     return "/".join(parts[last:])
-
-
-def _lines(text: str) -> list[str]:
-    """As the parser counts them: form feeds and Unicode's separators end no line."""
-    return list(io.StringIO(text, newline=""))
 
 
 def _diff(before: list[str], after: list[str], name: str) -> str:

@@ -3,13 +3,27 @@
 A function of its own, so that none of its names meets one of the method's; it imports what it
 uses and looks at the module alone. All tensors are made outside inference mode: FlashInfer's
 wrapper asks for their version when it folds the alphas.
+
+The block is found again only whole and in its place: a mark alone says nothing about what runs.
 """
 
 from __future__ import annotations
 
+import ast
 import enum
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from trtllm_b12x_fix import __version__
+
+#: First words of the block, and where it names its version and strategy.
+PATCH_MARK = "trtllm-b12x-fix"
+_FIRST_LINE = re.compile(rf"\s*# {PATCH_MARK} (?P<version>\S+), begin: strategy (?P<strategy>\S+)")
+#: The attribute that the block comes after the assignment of.
+ENTRIES = "_b12x_weights"
+_FUNCTION = "pass_weight_scale_2"
 
 
 class PatchStrategy(enum.Enum):
@@ -110,15 +124,84 @@ pass_weight_scale_2({module})
 """
 
 
-def block(strategy: PatchStrategy, module: str, indent: str) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class FoundBlock:
+    """A block in a patched file.
+
+    Attributes:
+        statement: the assignment before it.
+        last: its last line, counted from 1.
+    """
+
+    strategy: PatchStrategy
+    statement: ast.Assign
+    last: int
+
+
+def find_block(hook: ast.FunctionDef, lines: Sequence[str]) -> FoundBlock | None:
+    """The block that :func:`block` makes, word for word and right behind an assignment.
+
+    Args:
+        lines: of the whole file, with or without their ends.
+    """
+    for before, function in _followed(hook):
+        if not isinstance(function, ast.FunctionDef) or function.name != _FUNCTION:
+            continue
+        module = assigned_module(before)
+        first = function.lineno - 2
+        match = _FIRST_LINE.fullmatch(lines[first].rstrip("\r\n"))
+        known = {strategy.value: strategy for strategy in PatchStrategy}
+        if module is None or match is None or match["strategy"] not in known:
+            continue
+        assert isinstance(before, ast.Assign)
+        strategy = known[match["strategy"]]
+        indent = lines[first][: lines[first].index("#")]
+        wanted = block(strategy, module, indent, match["version"])
+        there = [line.rstrip("\r\n") for line in lines[first : first + len(wanted)]]
+        if there == list(wanted):
+            return FoundBlock(strategy, before, first + len(wanted))
+    return None
+
+
+def marked_line(hook: ast.FunctionDef, lines: Sequence[str]) -> int | None:
+    """The first line of a method that has the mark of a block, counted from 1."""
+    for number in range(hook.lineno, (hook.end_lineno or hook.lineno) + 1):
+        if _FIRST_LINE.match(lines[number - 1]):
+            return number
+    return None
+
+
+def assigned_module(statement: ast.AST) -> str | None:
+    """What an assignment of the entries calls the layer, ``None`` for any other statement."""
+    if not isinstance(statement, ast.Assign):
+        return None
+    for target in statement.targets:
+        if isinstance(target, ast.Attribute) and target.attr == ENTRIES:
+            return target.value.id if isinstance(target.value, ast.Name) else None
+    return None
+
+
+def _followed(hook: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Each statement with the one right behind it."""
+    for node in ast.walk(hook):
+        for name in ("body", "orelse", "finalbody"):
+            statements = getattr(node, name, None)
+            if isinstance(statements, list):
+                yield from itertools.pairwise(statements)
+
+
+def block(
+    strategy: PatchStrategy, module: str, indent: str, version: str = __version__
+) -> tuple[str, ...]:
     """The block's lines, without line ends.
 
     Args:
         module: what the method calls the layer.
         indent: what stands before the assignment.
+        version: of this package, as the first line names it.
     """
     text = (
-        _BEGIN.format(version=__version__, strategy=strategy.value, imports=_IMPORT[strategy])
+        _BEGIN.format(version=version, strategy=strategy.value, imports=_IMPORT[strategy])
         + _CHECK[strategy]
         + _SCALES
         + _ALPHAS[strategy]

@@ -3,7 +3,8 @@
 Nothing of TensorRT-LLM is imported: that takes CUDA and half a minute. What counts as baking, in
 the hook or a helper of the same file that it calls: an expression that multiplies a block scale
 (``w3_w1_weight_scale``, ``w2_weight_scale``) by something, cast with ``.to(torch.float8_e4m3fn)``.
-Local names are followed through all their assignments; ``view`` is no cast.
+Local names are followed through all their assignments; ``view`` is no cast. Intact is a file whose
+entries are certainly views of the parameters; whatever is neither is unknown.
 
 The fix itself does not rely on this: it looks at the bytes of every layer.
 """
@@ -12,25 +13,39 @@ from __future__ import annotations
 
 import ast
 import enum
+import io
+import os
 import re
-from dataclasses import dataclass, replace
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.integrations.installed import Package, find_package
 from trtllm_b12x_fix.integrations.targets import TARGET_MODULES
-from trtllm_b12x_fix.integrations.trtllm_dataflow import INPUT_GLOBAL_SCALE, HookCode
+from trtllm_b12x_fix.integrations.trtllm_dataflow import (
+    INPUT_GLOBAL_SCALE,
+    HookCode,
+    names_attribute,
+)
+from trtllm_b12x_fix.integrations.trtllm_patch_block import (
+    ENTRIES,
+    FoundBlock,
+    find_block,
+    marked_line,
+)
 
 PACKAGE = "tensorrt_llm"
 CLASS = "NVFP4CuteDslB12xFusedMoEMethod"
 #: The method with the work, newest first, as the fix looks for it.
 HOOKS = ("transform_weights", "post_load_weights")
 WRAPPER = "B12xMoEWrapper"
-ENTRIES = "_b12x_weights"
-#: First words of the block that emit-patch puts in, and where it names its strategy.
-PATCH_MARK = "trtllm-b12x-fix"
-_PATCH_LINE = re.compile(rf"^\s*# {PATCH_MARK} \S+, begin: strategy (?P<strategy>[a-z0-9-]+)", re.M)
+_SCALE_ENTRIES = ("w1_weight_sf", "w2_weight_sf")
 _USES_WRAPPER = re.compile(rb"\b" + WRAPPER.encode() + rb"\(")
+_NAMES_CLASS = re.compile(rb"\b" + CLASS.encode() + rb"\b")
+#: Modules that Python imports and ``ast`` cannot read.
+_COMPILED = frozenset({".pyc", ".so", ".pyd"})
 
 
 class SourceError(InputError):
@@ -104,6 +119,11 @@ class ParsedSource:
         methods = {n.name: n for n in self.method_class.body if isinstance(n, ast.FunctionDef)}
         return next((methods[name] for name in HOOKS if name in methods), None)
 
+    @property
+    def lines(self) -> list[str]:
+        """As the parser counts them: form feeds and Unicode's separators end no line."""
+        return list(io.StringIO(self.text, newline=""))
+
 
 def find_tensorrt_llm() -> Package:
     """The TensorRT-LLM that this Python would import."""
@@ -114,7 +134,18 @@ def source_files(package: Path) -> tuple[tuple[str, Path], ...]:
     """Module name and path of each quantization.py that is there, the newest place first."""
     places = ((name, package.joinpath(*name.split(".")[1:])) for name in TARGET_MODULES)
     found = ((name, path.with_suffix(".py")) for name, path in places)
-    return tuple((name, path) for name, path in found if path.is_file())
+    # A pipe or a device in that place is found, too: reading it is refused by name.
+    return tuple((name, path) for name, path in found if _is_there(path))
+
+
+def _is_there(path: Path) -> bool:
+    """Neither a folder of that name nor a link to nowhere is a module; what may not be seen is."""
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
 
 
 def read_package(package: Path) -> SourceReading | None:
@@ -129,21 +160,57 @@ def read_package(package: Path) -> SourceReading | None:
     having = [one for one in readings if one.handling is not ScaleHandling.NO_CLASS]
     if having:
         return having[0]
-    for path in sorted(package.glob("_torch/**/*.py")):
-        if not _USES_WRAPPER.search(_bytes(path)):
+    return _elsewhere(package)
+
+
+def _elsewhere(package: Path) -> SourceReading | None:
+    """The class at a place not known; else whatever shows that b12x is there all the same."""
+    makes, names = None, None
+    for path in _modules(package):
+        content = _bytes(path)
+        # A compiled module's name goes on: quantization.cpython-312-x86_64-linux-gnu.so.
+        place = path.relative_to(package).with_name(path.name.partition(".")[0])
+        module = ".".join((PACKAGE, *place.parts))
+        has_class, has_wrapper = _NAMES_CLASS.search(content), _USES_WRAPPER.search(content)
+        if path.suffix in _COMPILED:
+            if has_class:
+                reason = f"{module} has or uses {CLASS} and is compiled: it cannot be read"
+                names = names or _unknown(module, path, reason)
             continue
-        module = ".".join((PACKAGE, *path.relative_to(package).with_suffix("").parts))
+        if not has_class and not has_wrapper:
+            continue
         reading = read_source(path, module)
-        if reading.handling is ScaleHandling.NO_CLASS:
+        if reading.handling is not ScaleHandling.NO_CLASS:
+            return reading
+        if has_wrapper:
             reason = f"{module} makes a {WRAPPER}, but {CLASS} is not there"
-            return replace(reading, handling=ScaleHandling.UNKNOWN, reason=reason)
-        return reading
-    return None
+            makes = makes or _unknown(module, path, reason)
+        else:
+            reason = f"{module} uses {CLASS}, which no source file here defines"
+            names = names or _unknown(module, path, reason)
+    return makes or names
+
+
+def _unknown(module: str, path: Path, reason: str) -> SourceReading:
+    return SourceReading(module, path, ScaleHandling.UNKNOWN, reason=reason)
+
+
+def _modules(package: Path) -> Iterator[Path]:
+    """Every module's file, also the compiled ones that stand in the place of sources."""
+    for path in sorted(package.glob("_torch/**/*")):
+        compiled = path.suffix in _COMPILED and path.parent.name != "__pycache__"
+        if (path.suffix == ".py" or compiled) and _is_there(path):
+            yield path
 
 
 def _bytes(path: Path) -> bytes:
+    """Of a regular file alone: a pipe would never end."""
     try:
-        return path.read_bytes()
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise SourceError(f"{path}: cannot be read: it is not a regular file")
+            return stream.read()
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -184,10 +251,10 @@ def read_source(path: Path, module: str) -> SourceReading:
         return SourceReading(module, path, ScaleHandling.UNKNOWN, reason=reason)
     code = HookCode(source.tree, source.method_class, hook)
     bakes = code.baking_casts()
-    handling, reason = _handling(code, bool(bakes))
-    strategy = _patch_strategy(source)
-    if strategy is not None:
-        handling, reason = ScaleHandling.PATCHED, ""
+    found = find_block(hook, source.lines)
+    handling, reason = _handling(source, code, bool(bakes))
+    if found is not None or marked_line(hook, source.lines) is not None:
+        handling, reason = _patched(source, hook, found)
     wrapper = code.call_of(WRAPPER)
     return SourceReading(
         module=module,
@@ -198,12 +265,12 @@ def read_source(path: Path, module: str) -> SourceReading:
         w4a16_exempt=all(code.is_w4a16_exempt(cast) for cast in bakes) if bakes else None,
         quant_mode=wrapper is not None and any(k.arg == "quant_mode" for k in wrapper.keywords),
         told_size=_told_size(code, wrapper),
-        patch_strategy=strategy,
+        patch_strategy=None if found is None else found.strategy.value,
         reason=reason,
     )
 
 
-def _handling(code: HookCode, bakes: bool) -> tuple[ScaleHandling, str]:
+def _handling(source: ParsedSource, code: HookCode, bakes: bool) -> tuple[ScaleHandling, str]:
     hands_over = code.mentions_text(INPUT_GLOBAL_SCALE)
     if bakes and hands_over:
         return ScaleHandling.UNKNOWN, (
@@ -213,16 +280,87 @@ def _handling(code: HookCode, bakes: bool) -> tuple[ScaleHandling, str]:
     if bakes:
         return ScaleHandling.BAKES, ""
     if hands_over:
-        return ScaleHandling.INTACT, ""
+        doubt = _doubt(source, code)
+        return (ScaleHandling.UNKNOWN, doubt) if doubt else (ScaleHandling.INTACT, "")
     return ScaleHandling.UNKNOWN, (
         f"{code.name} neither bakes block scales in a way known here nor hands over "
         f"{INPUT_GLOBAL_SCALE}"
     )
 
 
-def _patch_strategy(source: ParsedSource) -> str | None:
-    match = _PATCH_LINE.search(source.text)
-    return match["strategy"] if match else None
+def _doubt(source: ParsedSource, code: HookCode) -> str:
+    """Why block scales are not certain to reach the kernel as they are, empty where they are."""
+    neither = f"{code.name} neither bakes block scales in a way known here nor is it certain"
+    entries = code.entries_of(ENTRIES)
+    if entries is None:
+        return f"{neither} what is in {ENTRIES}"
+    scale = entries.get(INPUT_GLOBAL_SCALE)
+    made = scale is not None and code.reaches_attribute(scale, "fc31_input_scale")
+    if scale is None or not made or code.may_be_none(scale):
+        return f"{neither} that {INPUT_GLOBAL_SCALE} is made of fc31_input_scale"
+    for name in _SCALE_ENTRIES:
+        if name not in entries or not code.is_view(entries[name]):
+            return f"{neither} that {name} is the parameter as it was loaded"
+    if (node := code.changes()) is not None:
+        line = getattr(node, "lineno", 0)
+        return f"{neither} that line {line} leaves the layer's block scales as they are"
+    if line := used_elsewhere(source):
+        return f"{neither} that line {line} leaves {ENTRIES} as it is"
+    return ""
+
+
+def _patched(
+    source: ParsedSource, hook: ast.FunctionDef, found: FoundBlock | None
+) -> tuple[ScaleHandling, str]:
+    """A file with the block in it, or with what is left of one."""
+    again = "put TensorRT-LLM's own file back and run emit-patch again"
+    if found is None:
+        line = marked_line(hook, source.lines)
+        reason = f"the block of emit-patch in line {line} is not whole, or of another version"
+        return ScaleHandling.UNKNOWN, f"{reason}: {again}"
+    if line := used_after(source, found.statement, found.last):
+        reason = f"line {line} uses {ENTRIES} after the block of emit-patch, and may undo it"
+        return ScaleHandling.UNKNOWN, f"{reason}: {again}"
+    return ScaleHandling.PATCHED, ""
+
+
+def used_after(source: ParsedSource, statement: ast.Assign, last: int) -> int | None:
+    """The line that uses the entries behind a line, or in another function; 0 or None is no line.
+
+    Also by another name that the assignment gives them, or takes them from.
+    """
+    hook = source.hook
+    assert hook is not None
+    names = {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    names |= {statement.value.id} if isinstance(statement.value, ast.Name) else set()
+    for node in ast.walk(hook):
+        line = getattr(node, "lineno", 0)
+        by_name = isinstance(node, ast.Name) and node.id in names
+        if line > last and (by_name or names_attribute(node, ENTRIES)):
+            return int(line)
+    return used_elsewhere(source)
+
+
+def used_elsewhere(source: ParsedSource) -> int | None:
+    """The line outside the hook that uses the entries, other than to forget or to look for them."""
+    hook = source.hook
+    assert hook is not None
+    inside = set(ast.walk(hook))
+    for parent in ast.walk(source.tree):
+        for node in ast.iter_child_nodes(parent):
+            if node not in inside and names_attribute(node, ENTRIES) and not _is_harmless(parent):
+                return getattr(node, "lineno", None)
+    return None
+
+
+def _is_harmless(parent: ast.AST) -> bool:
+    """``... = None`` and ``... is None``: nothing else is put there."""
+    values: list[ast.expr] = []
+    if isinstance(parent, ast.Assign):
+        values = [parent.value]
+    if isinstance(parent, ast.Compare):
+        values = parent.comparators
+    return bool(values) and all(isinstance(v, ast.Constant) and v.value is None for v in values)
 
 
 def _told_size(code: HookCode, wrapper: ast.Call | None) -> ToldSize:
