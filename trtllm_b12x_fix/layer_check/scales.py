@@ -45,9 +45,11 @@ def damage(matrices: ExpertMatrices) -> ScaleDamage:
     Within an expert a block's damage depends on its scale byte alone, so bytes are counted and
     each of the 256 is baked once.
     """
-    counts = torch.stack([_bytes_counted(matrices, expert) for expert in range(matrices.experts)])
-    baked = _every_byte_baked(matrices)
-    errors = _relative_errors(matrices, baked)
+    # Summed on the CPU whatever counted: a GPU adds in another order, visible in the last digit.
+    counted = [_bytes_counted(matrices, expert) for expert in range(matrices.experts)]
+    counts = torch.stack(counted).cpu()
+    baked = _every_byte_baked(matrices).cpu()
+    errors = _relative_errors(matrices.weight_scale_2.cpu(), baked)
     # A byte that does not occur must not turn an infinite error into NaN.
     weighted = torch.where(counts > 0, errors * counts, torch.zeros_like(errors)).sum(dim=1)
     means = weighted / counts.sum(dim=1).clamp(min=1)
@@ -85,8 +87,8 @@ def _every_byte_baked(matrices: ExpertMatrices) -> Tensor:
     return bake(replace(matrices, block_scale=scales)).squeeze(1)
 
 
-def _relative_errors(matrices: ExpertMatrices, baked: Tensor) -> Tensor:
+def _relative_errors(weight_scale_2: Tensor, baked: Tensor) -> Tensor:
     every = torch.arange(256, dtype=torch.uint8, device=baked.device)
-    exact = e4m3.decode(every, torch.float64) * matrices.weight_scale_2.double().unsqueeze(1)
+    exact = e4m3.decode(every, torch.float64) * weight_scale_2.double().unsqueeze(1)
     error = (e4m3.decode(baked, torch.float64) - exact).abs() / exact
     return torch.where(error.isnan(), torch.full_like(error, torch.inf), error)
