@@ -480,9 +480,11 @@ def test_what_others_replaced_is_told(start):
 def test_off_and_unasked_processes_are_told(environment, start):
     code = LOAD + "work(); import subprocess, sys\n"
     code += "print(subprocess.run([sys.executable, '-m', 'trtllm_b12x_fix', 'status']).returncode)"
-    for variables, words in (({}, "off: not asked for"), ({"TRTLLM_B12X_FIX": "off"}, "off")):
+    unset = "TRTLLM_B12X_FIX was unset when it was imported"
+    for variables, words in (({}, unset), ({"TRTLLM_B12X_FIX": "off"}, "TRTLLM_B12X_FIX=off")):
         answer = said(start("-c", code, **variables))
         assert words in answer
+        assert "WITHOUT the repair: 1 of 1 live process" in answer
         assert answer.splitlines()[-1] == "1"
 
 
