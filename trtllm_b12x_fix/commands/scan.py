@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,6 +149,28 @@ def _check_targets(args: argparse.Namespace) -> None:
     # Found out now, not after the run.
     if args.html == files.STDOUT == args.json:
         raise InputError("--json - and --html -: only one report fits standard output")
-    for target in (args.html, args.json):
-        if target is not None:
-            files.check_writable(target)
+    targets = [target for target in (args.html, args.json) if target is not None]
+    if len({os.path.realpath(target) for target in targets}) < len(targets):
+        raise InputError(f"--json and --html both name {args.html}: name two files")
+    for target in targets:
+        files.check_writable(target)
+        for path in args.paths:
+            files.check_apart(target, _sources(path))
+
+
+#: Files of a checkpoint's folder that are read here, or by whoever serves the model.
+_CHECKPOINT_FILES = ("*.safetensors*", "*config*.json", "tokenizer*")
+
+
+def _sources(path: Path) -> Iterator[Path]:
+    """The files of a checkpoint, those that only its indexes name included."""
+    from trtllm_b12x_fix.checkpoint.json_files import read_weight_map
+
+    folder = path if os.path.isdir(path) else path.parent
+    yield path
+    for pattern in _CHECKPOINT_FILES:
+        for file in folder.glob(pattern):
+            yield file
+            if file.name.endswith(".index.json"):
+                with suppress(B12xFixError):
+                    yield from (folder / name for name in set(read_weight_map(file).values()))
