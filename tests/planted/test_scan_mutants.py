@@ -14,17 +14,20 @@ import torch
 from tests.checkpoints import GATED
 from tests.unit import (
     test_scan_command,
+    test_scan_completeness,
     test_scan_findings,
     test_scan_histogram,
     test_scan_html,
     test_scan_robust,
     test_scan_statistics,
 )
+from trtllm_b12x_fix.commands import scan as scan_command
 from trtllm_b12x_fix.errors import B12xFixError
-from trtllm_b12x_fix.report import scan_html, scan_table
+from trtllm_b12x_fix.report import scan_document, scan_html, scan_table
 from trtllm_b12x_fix.scan import (
     checks,
     claims,
+    completeness,
     counting,
     histogram,
     inventory,
@@ -109,6 +112,12 @@ def _mean_order(group, counted):
 
 projection = summarize.projection
 group = inventory._Taker._group
+judge_scales = multipliers._judge
+plan = multipliers._plan
+
+
+def one_scale_off(group):
+    group.one_scale = False
 
 
 def _skips_last(self, scales, counts):
@@ -134,6 +143,7 @@ def code_mutant(code: Code, guard: Any, /, **arguments: Any) -> Mutant:
 
 
 F = test_scan_findings
+C = test_scan_completeness
 MUTANTS = [
     code_mutant(
         Code.NAN_SCALE, F.test_bytes_that_no_block_scale_has,
@@ -190,6 +200,88 @@ MUTANTS = [
     ),
     code_mutant(
         Code.UNREADABLE, F.test_a_dense_linear_whose_block_scales_are_none, dtype=torch.float32,
+    ),
+    code_mutant(Code.WEIGHT_SCALE_ELSEWHERE, C.test_multipliers_in_another_file),
+    code_mutant(Code.INPUT_SCALE_ELSEWHERE, C.test_input_scales_in_another_file),
+    code_mutant(Code.SPLIT_MATRIX, C.test_a_matrix_in_two_files),
+    code_mutant(Code.CODES_LOST, C.test_codes_lost),
+    code_mutant(Code.ASSUMPTION, C.test_powers_of_two_are_no_zero_blocks),
+    code_mutant(Code.MISSING_EXPERTS, C.test_the_last_expert_is_missing, said="router"),
+    code_mutant(Code.WEIGHT_ONLY, C.test_a_layer_without_input_scales),
+    code_mutant(Code.NOT_RUN, C.test_layers_that_b12x_does_not_run, suffix="bias"),
+    code_mutant(Code.OMITTED, C.test_matrices_that_the_index_omits, stray=True),
+    Mutant(
+        "what was not judged is clean",
+        verdict, "_holes", lambda *_: [],
+        C.test_nothing_counted_is_not_clean,
+    ),
+    Mutant(
+        "a part passes for the whole",
+        completeness, "is_one_shard", lambda _: False,
+        C.test_one_shard_by_name_is_a_restriction,
+    ),
+    Mutant(
+        "powers of two are zero blocks",
+        test_scan_statistics, "assumed_zero_blocks", statistics.spike_at_one,
+        test_scan_statistics.test_scales_that_are_powers_of_two_have_no_spike,
+    ),
+    Mutant(
+        "matrices of zeros are sound where codes are read",
+        Notebook, "add", _silent(Code.ALL_ZERO),
+        C.test_codes_hide_no_damage, {"short": "weight_scale", "also": True},
+    ),
+    Mutant(
+        "a NaN is a scale that was not there",
+        multipliers, "_judge",
+        lambda checkpoint, group, read, notebook: judge_scales(
+            checkpoint, group, tuple(mask & False for mask in read), notebook
+        ),
+        C.test_every_nan_is_read,
+    ),
+    Mutant(
+        "where zeros are is not said",
+        verdict, "_place", lambda *_: "somewhere",
+        C.test_a_clean_reason_names_zeros,
+    ),
+    Mutant(
+        "shards that are not here are no matter",
+        completeness, "check_files", lambda *_: None,
+        C.test_missing_shards_without_an_index,
+    ),
+    Mutant(
+        "a stack's one scale is copied",
+        multipliers, "_plan", lambda *arguments: (plan(*arguments), one_scale_off(arguments[2])),
+        C.test_stacks_under_other_names, {"each": False},
+    ),
+    Mutant(
+        "a report may replace what it is about",
+        scan_command, "_sources", lambda _: [],
+        C.test_a_report_does_not_replace_the_checkpoint, {"name": "model.safetensors"},
+    ),
+    Mutant(
+        "stacks of unknown names are dense",
+        inventory._Taker, "_is_stack", lambda *_: False,
+        C.test_stacks_under_other_names, {"each": True},
+    ),
+    Mutant(
+        "any number of experts is believed",
+        inventory, "MOST_FUSED", 1 << 40,
+        C.test_an_absurd_number_of_experts,
+    ),
+    Mutant(
+        "foreign codes are ours",
+        inventory, "_FOREIGN", (),
+        C.test_codes_of_other_formats, {"sibling": "absmax"},
+    ),
+    Mutant(
+        "nothing but ones is damaged",
+        checks, "only_ones", lambda counts: np.zeros(len(counts), np.bool_),
+        C.test_nothing_but_ones_is_undecided,
+    ),
+    Mutant(
+        "a lone surrogate is text",
+        scan_document, "_encodable", lambda value: value,
+        C.test_json_has_no_lone_surrogate,
     ),
     Mutant(
         "rounding is towards zero",
@@ -290,7 +382,7 @@ MUTANTS = [
     Mutant(
         "W4A16 is baked",
         verdict, "W4A16", "another",
-        F.test_w4a16_needs_no_input_scale_and_is_not_baked,
+        C.test_w4a16_by_name_with_input_scales,
     ),
     Mutant(
         "a failed check is no exit code",

@@ -108,7 +108,7 @@ def test_all_scales_zero(tmp_path):
     assert only(scan_of(tmp_path, tensors), "all-block-scales-zero").count == 1
 
 
-@pytest.mark.parametrize("byte", [0x38, 0x7E, 0x01])
+@pytest.mark.parametrize("byte", [0x60, 0x7E, 0x01])
 def test_one_byte_everywhere(tmp_path, byte):
     tensors = sound()
     filled(tensors, tensor("down_proj", "weight_scale"), byte)

@@ -183,7 +183,7 @@ def test_no_magnitude_makes_numbers_that_are_not(scale):
 def spike(ones: int, beside: int, rest: int) -> np.ndarray:
     counts = np.zeros((1, 256), np.int64)
     counts[0, ONE - 1 : ONE + 2] = beside, ones, beside
-    counts[0, 0x60] = rest
+    counts[0, 0x63] = rest
     return counts
 
 
@@ -199,6 +199,12 @@ def spike(ones: int, beside: int, rest: int) -> np.ndarray:
 )
 def test_zero_blocks_are_assumed_from_a_spike_at_one(ones, beside, rest, assumed):
     assert assumed_zero_blocks(spike(ones, beside, rest)).tolist() == [assumed]
+
+
+def test_scales_that_are_powers_of_two_have_no_spike():
+    counts = np.zeros((1, 256), np.int64)
+    counts[0, [ONE, 0x68, 0x70, 0x78]] = 450, 250, 150, 150
+    assert assumed_zero_blocks(counts).tolist() == [0]
 
 
 def test_zero_blocks_of_modelopt_do_not_count_as_damage(tmp_path):

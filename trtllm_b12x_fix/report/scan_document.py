@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trtllm_b12x_fix import __version__
+from trtllm_b12x_fix.checkpoint.header import shown
 from trtllm_b12x_fix.scan.matrix import MatrixRow
 from trtllm_b12x_fix.scan.result import (
     BLIND,
@@ -42,7 +43,16 @@ def to_json(results: Sequence[ScanResult], unusable: Sequence[tuple[str, str]] =
             "reports": documents,
             "unusable": [{"source": path, "reason": reason} for path, reason in unusable],
         }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    return json.dumps(_encodable(document), indent=2, allow_nan=False) + "\n"
+
+
+def _encodable(value: Any) -> Any:
+    """Names come from files: a lone surrogate in one is escaped, since UTF-8 has none."""
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, dict):
+        return {key: _encodable(one) for key, one in value.items()}
+    return [_encodable(one) for one in value] if isinstance(value, list) else value
 
 
 def to_document(result: ScanResult) -> dict[str, Any]:
@@ -66,6 +76,9 @@ def to_document(result: ScanResult) -> dict[str, Any]:
             "matrices": totals.matrices,
             "affected_projections": totals.affected_projections,
             "affected_matrices": totals.affected_matrices,
+            "judged_matrices": totals.judged_matrices,
+            "unjudged_matrices": totals.unjudged_matrices,
+            "undecided_matrices": totals.undecided_matrices,
             "dense_matrices": totals.dense_matrices,
             "scale_bytes": totals.scale_bytes,
             "weight_bytes": totals.weight_bytes,
@@ -126,6 +139,7 @@ def _projection(one: ProjectionResult) -> dict[str, Any]:
         "saturated_fraction": one.saturated_fraction,
         "zero_blocks": one.zero_blocks,
         "assumed_zero_blocks": one.assumed_zero_blocks,
+        "weight_only": one.weight_only,
         "worst": [
             {
                 "expert": expert.expert,

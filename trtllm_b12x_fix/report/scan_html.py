@@ -86,7 +86,10 @@ def _section(result: ScanResult) -> str:
         _charts(result.projections),
         _projections("Worst projections (figures of the worst matrix)", result.projections),
         _layers(result),
-        _projections("Dense NVFP4 linears (not through b12x's MoE kernels)", result.dense),
+        _projections(
+            "NVFP4 linears, dense by their names (such do not go through b12x's MoE kernels)",
+            result.dense,
+        ),
         _findings(result),
         _matrix(result),
     ]

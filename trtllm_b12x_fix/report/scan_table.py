@@ -55,6 +55,8 @@ def _head(result: ScanResult) -> str:
     read = f"{human_bytes(totals.scale_bytes)} of block scales"
     if result.weights_read:
         read += f" and {human_bytes(totals.weight_bytes)} of codes"
+    if not totals.scale_bytes:
+        read = "no block scales"
     rate = (totals.scale_bytes + totals.weight_bytes) / max(result.seconds, 1e-9) / 1e9
     lines = [
         labelled("file", f"{result.source}: {what} ({made})"),
@@ -175,8 +177,8 @@ def _dense(result: ScanResult) -> str:
     header = ["dense NVFP4 linears, worst", *_DAMAGE_HEADER]
     rows = [[_name(one), *_figures(one.damage)] for one in result.dense[:_SHOWN_DENSE]]
     return grid(header, rows, left=1) + "\n" + paragraph(
-        f"{len(result.dense)} in all. They do not go through b12x's MoE kernels and keep their "
-        "scales; the figures say what the same bake would do to them."
+        f"{len(result.dense)} in all, dense by their names. Such do not go through b12x's MoE "
+        "kernels and keep their scales; the figures say what the same bake would do to them."
     )  # fmt: skip
 
 

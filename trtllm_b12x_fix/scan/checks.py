@@ -7,13 +7,20 @@ import numpy.typing as npt
 
 from trtllm_b12x_fix.scan.findings import Code, Notebook
 from trtllm_b12x_fix.scan.inventory import Group
-from trtllm_b12x_fix.scan.statistics import LARGEST, NAN, ONE, POSITIVE, VALUES, Counts
+from trtllm_b12x_fix.scan.statistics import (
+    ENOUGH,
+    LARGEST,
+    NAN,
+    ONE,
+    POSITIVE,
+    VALUES,
+    Counts,
+    only_ones,
+)
 
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
-#: A matrix of fewer blocks than this may hold one byte alone, or be another's twin, by chance.
-_ENOUGH = 64
 _SATURATED_SHARE, _SATURATED_LEAST = 0.01, 16
 #: As ``checkpoint.damage``: ratios between experts of one layer beyond this are no calibration's
 #: doing, and a ratio within this of 1 is two roundings of one number.
@@ -38,23 +45,36 @@ def check_counts(group: Group, counts: Counts, nonzero: Counts | None, notebook:
     shown = counts if nonzero is None else nonzero
     _flag(group, notebook, Code.NAN_SCALE, counts[:, NAN] + counts[:, 0xFF])
     _flag(group, notebook, Code.NEGATIVE_SCALE, counts[:, POSITIVE:0xFF].sum(axis=1))
-    empty = shown[:, 0] == shown.sum(axis=1)
+    # As stored, with and without codes: reading more must not hide anything.
+    empty = counts[:, 0] == blocks
+    _flag(group, notebook, Code.ALL_ZERO, np.where(empty, blocks, 0))
     if nonzero is None:
-        _flag(group, notebook, Code.ALL_ZERO, np.where(empty, counts[:, 0], 0))
         _flag(group, notebook, Code.ZERO_SCALES, np.where(empty, 0, counts[:, 0]))
     else:
         _flag(group, notebook, Code.ZERO_OVER_WEIGHTS, nonzero[:, 0])
-    positive = shown[:, 1:NAN]
-    total = positive.sum(axis=1)
-    constant = ((positive > 0).sum(axis=1) == 1) & (total >= _ENOUGH) & (total == shown.sum(axis=1))
-    _flag(group, notebook, Code.CONSTANT, np.where(constant, total, 0))
+        # A block of zeros has the scale 0 or 1.0 (ModelOpt): others had weights.
+        others = blocks - counts[:, 0] - counts[:, ONE]
+        _flag(group, notebook, Code.CODES_LOST, np.where(nonzero.any(axis=1), 0, others))
+    undecided = only_ones(counts)
+    constant = _constant(shown) & ~(undecided if nonzero is None else False)
+    constant |= _constant(counts) & ~undecided
+    _flag(group, notebook, Code.CONSTANT, np.where(constant, shown[:, 1:NAN].sum(axis=1), 0))
     ones = counts[:, ONE]
     if nonzero is None:
-        many = (2 * ones > blocks) & (ones >= _ENOUGH) & ~constant
+        many = (2 * ones > blocks) & (ones >= ENOUGH)
         _flag(group, notebook, Code.MANY_ONES, np.where(many, ones, 0))
     full = counts[:, LARGEST]
     saturated = (full >= _SATURATED_LEAST) & (full > _SATURATED_SHARE * blocks) & ~constant
     _flag(group, notebook, Code.SATURATED, np.where(saturated, full, 0))
+
+
+def _constant(counts: Counts) -> Flags:
+    """Whether all blocks of a matrix have one positive byte."""
+    positive = counts[:, 1:NAN]
+    total = positive.sum(axis=1)
+    one = (positive > 0).sum(axis=1) == 1
+    same: Flags = one & (total >= ENOUGH) & (total == counts.sum(axis=1))
+    return same
 
 
 def _flag(group: Group, notebook: Notebook, code: Code, blocks: Counts) -> None:
@@ -83,7 +103,7 @@ def check_scales(group: Group, counts: Counts, notebook: Notebook) -> None:
     median = float(np.median(scale[good]))
     far = good & ((scale > _FAR * median) | (scale < median / _FAR))
     _point(group, notebook, Code.OUTLIER, far, scale)
-    if good.all() and bool((scale == scale[0]).all()):
+    if good.all() and not group.one_scale and bool((scale == scale[0]).all()):
         _point(group, notebook, Code.SAME_SCALE, np.arange(len(scale)) == 0, scale)
     _check_twins(group, counts, notebook)
 
@@ -110,7 +130,7 @@ def _check_inputs(group: Group, notebook: Notebook) -> None:
 def _check_twins(group: Group, counts: Counts, notebook: Notebook) -> None:
     seen: dict[bytes, int] = {}
     for place, row in enumerate(counts):
-        if row.sum() < _ENOUGH or np.count_nonzero(row) < 2:
+        if row.sum() < ENOUGH or np.count_nonzero(row) < 2:
             continue
         first = seen.setdefault(row.tobytes() + group.weight_scale_2[place].tobytes(), place)
         if first != place:

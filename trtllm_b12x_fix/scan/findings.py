@@ -9,6 +9,7 @@ from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
 from trtllm_b12x_fix.scan.result import ScanFinding
 
 _EXPORT = "export the checkpoint again, or download it again"
+_FOLDER = "scan the folder or its index instead of one file"
 _DAMAGE, _NOTE = Severity.DAMAGE, Severity.NOTE
 
 
@@ -45,6 +46,15 @@ class Code(enum.Enum):
     UNKNOWN_EXPERTS = "experts-of-unknown-names"
     LAYER = "layer-cannot-be-used"
     CONFIG = "config-contradicts-tensors"
+    WEIGHT_SCALE_ELSEWHERE = "weight-scale-2-in-another-file"
+    INPUT_SCALE_ELSEWHERE = "input-scale-in-another-file"
+    SPLIT_MATRIX = "matrix-in-several-files"
+    CODES_LOST = "codes-lost"
+    ASSUMPTION = "verdict-rests-on-assumed-zero-blocks"
+    MISSING_EXPERTS = "missing-experts"
+    WEIGHT_ONLY = "no-input-scales"
+    NOT_RUN = "not-run-by-b12x"
+    OMITTED = "matrices-not-in-the-index"
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,49 @@ RULES: dict[Code, Rule] = {
         "matrices of experts whose names are not known here: their scales are judged, not whether "
         "the layer is whole, nor its shape",
         "see that the serving stack loads them",
+    ),
+    Code.WEIGHT_SCALE_ELSEWHERE: Rule(
+        _DAMAGE,
+        "weight_scale_2 is in a file that was not named: the matrix could not be judged",
+        _FOLDER,
+    ),
+    Code.INPUT_SCALE_ELSEWHERE: Rule(
+        _NOTE, "input_scale is in a file that was not named: it was not looked at", _FOLDER
+    ),
+    Code.SPLIT_MATRIX: Rule(
+        _DAMAGE,
+        "a part of the matrix is in a file that was not named: it could not be judged",
+        _FOLDER,
+    ),
+    Code.CODES_LOST: Rule(
+        _DAMAGE,
+        "codes lost: every code of the matrix is 0, under block scales of weights that were not",
+        _EXPORT,
+    ),
+    Code.ASSUMPTION: Rule(
+        _NOTE,
+        "whether the bake damages the matrix depends on whether its block scales of 1.0 stand over "
+        "weights or over zeros",
+        "run --weights: it reads the codes and knows",
+    ),
+    Code.MISSING_EXPERTS: Rule(
+        _DAMAGE, "the layer has fewer experts than its router or config says", _EXPORT
+    ),
+    Code.WEIGHT_ONLY: Rule(
+        _NOTE,
+        "no matrix of the layer has an input scale: weight-only (W4A16), nothing is baked",
+        "none if that is meant; else export again with calibrated activations",
+    ),
+    Code.NOT_RUN: Rule(
+        _NOTE,
+        "not run by b12x: its kernels take no such layer",
+        "none for b12x; other backends may run it",
+    ),
+    Code.OMITTED: Rule(
+        _NOTE,
+        "NVFP4 matrices in a file, and not in the index: they were not looked at, nor are they "
+        "loaded",
+        "see that the index is of these files",
     ),
     Code.LAYER: Rule(_DAMAGE, "a layer of experts that cannot be used", "see the reason"),
     Code.CONFIG: Rule(

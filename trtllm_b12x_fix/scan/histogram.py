@@ -83,10 +83,10 @@ class NumpyCounter:
 
 @cache
 def _numba_module() -> Any:
-    """The compiled loops, ``None`` where numba is not importable."""
+    """The compiled loops, ``None`` where numba cannot be imported, for whatever reason."""
     try:
         from trtllm_b12x_fix.scan import histogram_numba
-    except ImportError:
+    except Exception:  # a numba of another numpy fails with any error
         return None
     return histogram_numba
 

@@ -26,10 +26,18 @@ from trtllm_b12x_fix.scan.result import Kind
 _SCALE_SUFFIXES = ("weight_scale_2", "weight_global_scale", "weight_scale")
 #: Experts under names that discovery does not know; a shared expert is a dense linear.
 _OTHER_EXPERT = re.compile(
-    r"(?P<layer>(?:.*\.)?experts)\.(?:(?P<expert>[0-9]{1,6})\.)?(?P<name>.+)", re.DOTALL
+    r"(?P<layer>(?:.*\.)?(?!shared)(?:[A-Za-z0-9]+_)*(?:experts\b|experts?(?=\.[0-9])))\."
+    r"(?:(?P<expert>[0-9]{1,6})\.)?(?P<name>.+)",
+    re.DOTALL,
 )
+#: A part of a mixture of experts, by the name of a component: its stacks are experts.
+_MIXTURE = re.compile(r"(?:^|[._])moe(?=[._]|$)")
 #: Suffixes of a linear's packed codes.
 _CODE_SUFFIXES = (".weight", ".weight_packed")
+#: What other formats have beside codes of this dtype.
+_FOREIGN = ("absmax", "quant_map", "SCB", "scales", "qzeros", "zeros", "scale_inv")
+#: More experts in one tensor than any model has: 2 KiB of counts each.
+MOST_FUSED = 1 << 16
 _MATRIX_DIMENSIONS, _BLOCK = 2, 16
 
 
@@ -61,6 +69,8 @@ class Group:
     Attributes:
         spellings: per unit, where its scales of the whole matrix are.
         weight_scale_2, input_scale: fp32 [N], dequantizing multipliers; NaN where unusable.
+        weight_only: no matrix of the layer has an input scale (W4A16): nothing is baked.
+        one_scale: one stored ``weight_scale_2`` counts for several experts.
     """
 
     layer: str
@@ -72,6 +82,8 @@ class Group:
     spellings: list[Spelling] = field(default_factory=list)
     weight_scale_2: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     input_scale: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    weight_only: bool = False
+    one_scale: bool = False
 
     def where(self, tensor: str, expert: int | None = None, file: str = "") -> Where:
         """A place in this projection."""
@@ -80,11 +92,16 @@ class Group:
 
 @dataclass
 class Inventory:
-    """What there is to scan."""
+    """What there is to scan.
+
+    Attributes:
+        lost: matrices of experts of which a part is in files that are not looked at.
+    """
 
     layers: Layers
     groups: list[Group]
     dialects: set[Dialect]
+    lost: int
 
 
 def take(checkpoint: Checkpoint, shards: Shards, notebook: Notebook) -> Inventory:
@@ -99,7 +116,8 @@ def take(checkpoint: Checkpoint, shards: Shards, notebook: Notebook) -> Inventor
         taker.take_layer(entry)
     taker.take_rest()
     taker.note_bare_codes()
-    return Inventory(layers, [g for g in taker.groups.values() if g.units], taker.dialects)
+    groups = [group for group in taker.groups.values() if group.units]
+    return Inventory(layers, groups, taker.dialects, taker.lost)
 
 
 class _Taker:
@@ -107,6 +125,7 @@ class _Taker:
         self._checkpoint, self._shards, self._notebook = checkpoint, shards, notebook
         self.groups: dict[tuple[str, str], Group] = {}
         self.dialects: set[Dialect] = set()
+        self.lost = 0
         self._taken: set[str] = set()
 
     def take_layer(self, entry: LayerEntry) -> None:
@@ -138,18 +157,41 @@ class _Taker:
                 self._take(group, matrix, expert)
             else:
                 layer, _, name = matrix.rpartition(".")
-                self._take(self._group(layer, name, Kind.DENSE), matrix, None)
+                stacked = self._is_stack(matrix)
+                group = self._group(layer, name, Kind.EXPERTS if stacked else Kind.DENSE)
+                if stacked:
+                    self._note(Code.UNKNOWN_EXPERTS, group, matrix, None)
+                self._take(group, matrix, None)
+
+    def _is_stack(self, matrix: str) -> bool:
+        """Matrices of experts in one tensor under any name: each with its own scale of the whole
+        matrix, or in a mixture of experts by name."""
+        spelling = conventions.spelling_of(self._checkpoint, matrix)
+        if spelling is None:
+            return False
+        tensors = self._checkpoint.tensors
+        codes, scales = tensors.get(spelling.packed), tensors.get(spelling.block_scale)
+        if codes is None or scales is None or len(codes.shape) != 3 or len(scales.shape) != 3:
+            return False
+        count = codes.shape[0]
+        wholes = (tensors.get(name) for name in (spelling.weight_global, spelling.input_global))
+        each = any(info is not None and math.prod(info.shape) == count > 1 for info in wholes)
+        return count == scales.shape[0] and (each or _MIXTURE.search(matrix) is not None)
 
     def note_bare_codes(self) -> None:
         """Packed codes without any scale, in a checkpoint whose other matrices have theirs."""
         if not self.dialects:
             return
+        parents = {tensor.rpartition(".")[0] for tensor in self._checkpoint.names()}
         for tensor, info in self._checkpoint.tensors.items():
             if info.dtype != conventions.CODE_DTYPE or len(info.shape) != _MATRIX_DIMENSIONS:
                 continue
             suffix = next((s for s in _CODE_SUFFIXES if tensor.endswith(s)), None)
             if suffix is None or (matrix := tensor[: -len(suffix)]) in self._taken:
                 continue
+            siblings = (f"{matrix}.{name}" for name in _FOREIGN)
+            if tensor in parents or any(map(self._checkpoint.has, siblings)):
+                continue  # bitsandbytes and others
             layer, _, name = matrix.rpartition(".")
             detail = "packed codes without block scales"
             self._note(Code.MISSING, self._group(layer, name, Kind.DENSE), tensor, None, detail)
@@ -187,9 +229,7 @@ class _Taker:
         infos = [self._checkpoint.tensors.get(n) for n in (spelling.packed, spelling.block_scale)]
         codes, scales = infos
         if codes is None or scales is None:
-            # Of one shard of several, only what is in it was asked for.
-            if not self._checkpoint.partial:
-                self._note(Code.MISSING_SHARD, group, spelling.block_scale, expert)
+            self._note_lost(group, spelling, expert)
             return
         for unit in self._units(group, spelling, codes, scales, expert):
             group.units.append(unit)
@@ -208,6 +248,10 @@ class _Taker:
             return []
         fused = len(scales.shape) == 3 and group.kind is not Kind.DENSE and expert is None
         count = scales.shape[0] if fused else 1
+        if count > MOST_FUSED:
+            detail = f"{count} experts in one tensor, no model has more than {MOST_FUSED}"
+            self._note(Code.UNREADABLE, group, name, expert, detail)
+            return []
         fit = _fit(codes.shape[1:], scales.shape[1:]) if fused else _fit(codes.shape, scales.shape)
         if fused and codes.shape[:1] != scales.shape[:1]:
             fit = None
@@ -228,6 +272,17 @@ class _Taker:
             )
             for i in range(count)
         ]
+
+    def _note_lost(self, group: Group, spelling: Spelling, expert: int | None) -> None:
+        """Of one shard of several, what is wholly in another was not asked for."""
+        needed = (spelling.packed, spelling.block_scale, spelling.weight_global)
+        if not self._checkpoint.partial:
+            self._note(Code.MISSING_SHARD, group, spelling.block_scale, expert)
+        elif any(name in self._checkpoint.tensors for name in needed):
+            self._note(Code.SPLIT_MATRIX, group, spelling.block_scale, expert)
+        else:
+            return
+        self.lost += group.kind is not Kind.DENSE
 
     def _note_if_broken(self, group: Group, matrix: str, expert: int | None) -> None:
         """A scale of the whole matrix without codes or block scales beside it."""

@@ -18,10 +18,7 @@ from trtllm_b12x_fix.scan.inventory import Group
 from trtllm_b12x_fix.scan.reading import FLOATS, Shards, Span, read_many, to_floats
 
 Floats = npt.NDArray[np.float32]
-
-#: A NaN that no conversion makes: the place of a scale that was not there to read, which has a
-#: finding already.
-_UNREAD = np.uint32(0x7FC0_B12F)
+Flags = npt.NDArray[np.bool_]
 
 
 class _Wanted(NamedTuple):
@@ -29,6 +26,7 @@ class _Wanted(NamedTuple):
 
     dtype: str
     target: Floats
+    read: Flags
     first: int
     places: int
 
@@ -44,27 +42,44 @@ def read_globals(
     """Fill every group's ``weight_scale_2`` and ``input_scale``; NaN where unusable.
 
     Args:
-        input_scales: whether a missing input scale is a finding (W4A16 has none).
+        input_scales: whether a missing input scale is a finding (W4A16 has none). Where no matrix
+            of a layer has one, the layer is W4A16 whatever a config says.
 
     Raises:
         InputError: a file cannot be read.
     """
     wanted: dict[Span, list[_Wanted]] = defaultdict(list)
+    quantizing = {group.layer for group in groups if _has_inputs(checkpoint, group)}
+    read = []
     for group in groups:
-        group.weight_scale_2 = _unread(len(group.units))
-        group.input_scale = _unread(len(group.units))
-        _plan(checkpoint, shards, group, wanted, notebook, input_scales)
+        count = len(group.units)
+        group.weight_scale_2 = np.full(count, np.nan, np.float32)
+        group.input_scale = np.full(count, np.nan, np.float32)
+        group.weight_only = group.layer not in quantizing
+        if group.weight_only and input_scales:
+            notebook.add(Code.WEIGHT_ONLY, group.where(group.spellings[0].input_global))
+        # Apart from the numbers: a file may hold any NaN.
+        read.append((np.zeros(count, np.bool_), np.zeros(count, np.bool_)))
+        needed = input_scales and not group.weight_only
+        _plan(checkpoint, shards, group, read[-1], wanted, notebook, needed)
     for span, raw in read_many(shards, wanted):
         for one in wanted[span]:
-            one.target[one.first : one.first + one.places] = to_floats(raw, one.dtype)
-    for group in groups:
-        _judge(checkpoint, group, notebook)
+            part = slice(one.first, one.first + one.places)
+            one.target[part] = to_floats(raw, one.dtype)
+            one.read[part] = True
+    for group, masks in zip(groups, read, strict=True):
+        _judge(checkpoint, group, masks, notebook)
+
+
+def _has_inputs(checkpoint: Checkpoint, group: Group) -> bool:
+    return any(checkpoint.has(one.input_global) for one in group.spellings)
 
 
 def _plan(
     checkpoint: Checkpoint,
     shards: Shards,
     group: Group,
+    read: tuple[Flags, Flags],
     wanted: dict[Span, list[_Wanted]],
     notebook: Notebook,
     input_scales: bool,
@@ -74,18 +89,25 @@ def _plan(
     for _, same in itertools.groupby(group.spellings, id):
         one, *others = same
         count = 1 + len(others)
-        for tensor, target in (
-            (one.weight_global, group.weight_scale_2),
-            (one.input_global, group.input_scale),
+        for tensor, target, mask in (
+            (one.weight_global, group.weight_scale_2, read[0]),
+            (one.input_global, group.input_scale, read[1]),
         ):
             info = checkpoint.tensors.get(tensor)
             if info is not None and info.dtype in FLOATS and math.prod(info.shape) in {1, count}:
-                wanted[shards.span(tensor, info)].append(_Wanted(info.dtype, target, place, count))
+                place_of = _Wanted(info.dtype, target, mask, place, count)
+                wanted[shards.span(tensor, info)].append(place_of)
+                group.one_scale |= tensor == one.weight_global and math.prod(info.shape) < count
                 continue
             needed = input_scales or target is group.weight_scale_2
             expert = group.units[place].expert
             where = group.where(tensor, expert, checkpoint.file_of(tensor))
             _note_unread(checkpoint, info, where, count, notebook, needed=needed)
+            if info is None and checkpoint.partial and checkpoint.has(tensor):
+                weight = target is group.weight_scale_2
+                code = Code.WEIGHT_SCALE_ELSEWHERE if weight else Code.INPUT_SCALE_ELSEWHERE
+                for unit in group.units[place : place + count]:
+                    notebook.add(code, group.where(tensor, unit.expert, where.file))
         place += count
 
 
@@ -115,29 +137,25 @@ def _note_unread(
         notebook.add(Code.UNREADABLE, where, detail)
 
 
-def _judge(checkpoint: Checkpoint, group: Group, notebook: Notebook) -> None:
+def _judge(
+    checkpoint: Checkpoint, group: Group, read: tuple[Flags, Flags], notebook: Notebook
+) -> None:
     """Reciprocals become multipliers; values that no kernel can use become NaN and a finding."""
     reciprocal = np.array(
         [one.dialect is Dialect.COMPRESSED_TENSORS for one in group.spellings], np.bool_
     )
-    for values, is_weight in ((group.weight_scale_2, True), (group.input_scale, False)):
+    for values, mask, is_weight in (
+        (group.weight_scale_2, read[0], True),
+        (group.input_scale, read[1], False),
+    ):
         stored = values.copy()
         with np.errstate(all="ignore"):
             values[reciprocal] = np.float32(1) / values[reciprocal]
         bad = ~(np.isfinite(stored) & (stored > 0) & np.isfinite(values) & (values > 0))
-        for place in np.flatnonzero(bad & ~_is_unread(stored)):
+        for place in np.flatnonzero(bad & mask):
             spelling = group.spellings[place]
             tensor = spelling.weight_global if is_weight else spelling.input_global
             code = Code.BAD_WEIGHT_SCALE_2 if is_weight else Code.BAD_INPUT_SCALE
             where = group.where(tensor, group.units[place].expert, checkpoint.file_of(tensor))
             notebook.add(code, where, f"it is {float(stored[place])!r}")
         values[bad] = np.nan
-
-
-def _unread(count: int) -> Floats:
-    return np.full(count, _UNREAD, np.uint32).view(np.float32)
-
-
-def _is_unread(values: Floats) -> npt.NDArray[np.bool_]:
-    unread: npt.NDArray[np.bool_] = values.view(np.uint32) == _UNREAD
-    return unread

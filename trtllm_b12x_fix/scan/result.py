@@ -86,6 +86,10 @@ class ProjectionResult:
             makes of the blocks that count.
         saturated_fraction: share of blocks at 448, the largest scale there is.
         assumed_zero_blocks: left out as all zero by the look of the bytes; see ``statistics``.
+        weight_only: the layer has no input scales (W4A16): nothing is baked, none is affected.
+        undecided: matrices of nothing but scales of 1.0 whose codes were not read.
+        judged: matrices whose weight_scale_2 can be used.
+        most_zeros: the matrix with the largest share of scales baked to 0, where there are any.
         zero_blocks: left out as all zero because the codes are; ``None`` where they were not read.
     """
 
@@ -104,6 +108,10 @@ class ProjectionResult:
     saturated_fraction: float
     assumed_zero_blocks: int
     zero_blocks: int | None
+    weight_only: bool = False
+    undecided: int = 0
+    judged: int = 0
+    most_zeros: ExpertDamage | None = None
 
     @property
     def severity(self) -> float:
@@ -128,7 +136,12 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the experts of usable and unusable layers, and what was read."""
+    """Sums over the experts of usable and unusable layers, and what was read.
+
+    Attributes:
+        judged_matrices: those of experts whose damage is known; of the ``unjudged_matrices`` a
+            part is unusable or not here; ``undecided_matrices`` have nothing but scales of 1.0.
+    """
 
     layers: int
     projections: int
@@ -139,6 +152,9 @@ class Totals:
     dense_matrices: int
     scale_bytes: int
     weight_bytes: int
+    judged_matrices: int = 0
+    unjudged_matrices: int = 0
+    undecided_matrices: int = 0
 
 
 @dataclass(frozen=True)

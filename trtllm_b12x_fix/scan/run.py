@@ -13,8 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from trtllm_b12x_fix.checkpoint.files import Checkpoint, open_checkpoint
-from trtllm_b12x_fix.scan import checks, claims, counting, histogram, matrix, order, summarize
-from trtllm_b12x_fix.scan.findings import Code, Notebook, Where
+from trtllm_b12x_fix.scan import (
+    checks,
+    claims,
+    completeness,
+    counting,
+    histogram,
+    matrix,
+    order,
+    summarize,
+)
+from trtllm_b12x_fix.scan.findings import Code, Notebook
 from trtllm_b12x_fix.scan.inventory import Group, Inventory, Unit, take
 from trtllm_b12x_fix.scan.multipliers import read_globals
 from trtllm_b12x_fix.scan.reading import Shards, Span
@@ -89,6 +98,10 @@ def _scan(path: Path, settings: ScanSettings, progress: Progress) -> ScanResult:
             checks.check_counts(group, counted.counts, counted.nonzero, notebook)
             checks.check_scales(group, counted.counts, notebook)
             projections.append(summarize.projection(group, counted))
+            for place in projections[-1].unsure:
+                unit = group.units[place]
+                where = group.where(unit.tensor, unit.expert, unit.file)
+                notebook.add(Code.ASSUMPTION, where)
         progress("looking at the order of scales")
         _check_order(shards, groups, notebook)
     _check_layers(checkpoint, inventory, notebook)
@@ -134,12 +147,10 @@ def _check_layers(checkpoint: Checkpoint, inventory: Inventory, notebook: Notebo
             checks.check_half_inputs(gate, up, notebook)
         for finding in entry.findings:
             notebook.adopt(finding)
-    for layer in inventory.layers.unusable:
-        where = Where(layer=layer.prefix, tensor="")
-        notebook.add(Code.LAYER, where, layer.reason)
-    for finding in checkpoint.findings:
-        notebook.adopt(finding)
-    claims.compare(claims.values_of(checkpoint.config), inventory.layers.usable, notebook)
+    values = claims.values_of(checkpoint.config)
+    completeness.check_layers(checkpoint, inventory, values, notebook)
+    completeness.check_files(checkpoint, notebook)
+    claims.compare(values, inventory.layers.usable, notebook)
 
 
 def _result(
@@ -160,7 +171,7 @@ def _result(
     findings = notebook.findings()
     usable = inventory.layers.usable
     shapes = matrix.shapes_of(usable, claims.top_k(claims.values_of(checkpoint.config)))
-    total = summarize.totals(experts, dense, *sizes)
+    total = summarize.totals(experts, dense, *sizes, inventory.lost)
     worst = [one.result for one in experts if one.result.kind is Kind.EXPERTS]
     opinion = judge(checkpoint, worst, total, findings, algorithm)
     return ScanResult(

@@ -23,6 +23,8 @@ LIMIT = 0.05
 ONE, LARGEST, NAN, POSITIVE = 0x38, 0x7E, 0x7F, 0x80
 #: Baked bytes below this one are subnormal.
 _NORMAL = 8
+#: A matrix of fewer blocks than this may hold one byte alone, or be another's twin, by chance.
+ENOUGH = 64
 #: A spike at exactly 1.0 this many times its neighbours, and this high, is all-zero blocks.
 _SPIKE, _LEAST = 4, 16
 
@@ -222,13 +224,29 @@ def assumed_zero_blocks(counts: Counts) -> Counts:
 
     ModelOpt gives an all-zero block the scale 1.0. Scales of real blocks form a smooth curve, so
     what towers above both neighbours of 0x38 is taken for zero blocks. Never more than half of a
-    matrix: a matrix of nothing but ones is not sound, and must not pass for padding.
+    matrix: a matrix of nothing but ones is not sound, and must not pass for padding. And never
+    where scales are powers of two, which tower above their neighbours everywhere.
 
     Args:
         counts: int64 [N, 256].
     """
+    excess = spike_at_one(counts)
+    total = counts[:, 1:NAN].sum(axis=1)
+    powers = counts[:, 8:NAN:8].sum(axis=1) - counts[:, ONE]
+    smooth = 2 * powers <= total - counts[:, ONE]
+    return np.where((2 * excess <= total) & smooth, excess, 0)
+
+
+def spike_at_one(counts: Counts) -> Counts:
+    """int64 [N]: how many blocks of scale 1.0 stand above both neighbours of that scale."""
     ones = counts[:, ONE]
     beside = np.maximum(counts[:, ONE - 1], counts[:, ONE + 1])
-    excess = np.where(ones >= np.maximum(_SPIKE * beside, _LEAST), ones - beside, 0)
-    sound = 2 * excess <= counts[:, 1:NAN].sum(axis=1)
-    return np.where(sound, excess, 0)
+    return np.where(ones >= np.maximum(_SPIKE * beside, _LEAST), ones - beside, 0)
+
+
+def only_ones(counts: Counts) -> npt.NDArray[np.bool_]:
+    """bool [N]: matrices of nothing but scales of 1.0: all zero, or never filled in."""
+    ones: npt.NDArray[np.bool_] = (counts[:, ONE] >= ENOUGH) & (
+        counts[:, ONE] == counts.sum(axis=1)
+    )
+    return ones
