@@ -1296,6 +1296,17 @@ def test_a_layer_loaded_before_the_fix_is_told_and_fails_the_status(shared):
     assert module._b12x_weights is not None
 
 
+def test_an_earlier_layer_that_nobody_baked_is_none(shared):
+    gc.collect()
+    before = shared.log.warnings[:]
+    module = prepared(upstream=Upstream.INTACT_VIEW)
+    add_carrier(module)
+    module.layer_idx = 77
+    on_import(quantization(**{CLASS: owner("transform_weights")}), Settings(mode=Mode.AUTO))
+    told = [line for line in shared.log.warnings if line not in before]
+    assert not [line for line in told if "layer 77" in line]
+
+
 def test_a_first_import_looks_for_no_earlier_layers(shared):
     module = prepared()
     importing = quantization(**{CLASS: owner("transform_weights")})

@@ -40,6 +40,7 @@ from trtllm_b12x_fix.integrations.trtllm_contract import (
     layer_name,
 )
 from trtllm_b12x_fix.integrations.trtllm_decode import (
+    baked_bytes,
     goes_to_cutlass,
     restore_decode,
     send_to_cutlass,
@@ -166,7 +167,8 @@ class Process:
             # By type: proxies of other libraries import things when asked for an attribute.
             if not issubclass(type(layer), torch.nn.Module) or layer in _REPAIRED:
                 continue
-            if isinstance(vars(layer).get("_b12x_weights"), dict) and not is_weight_only(layer):
+            # By memory: scales that lie in the parameters are no copy, so nobody baked them.
+            if baked_bytes(layer) and not is_weight_only(layer):
                 self.reporter.loaded_before(layer)
 
     @property

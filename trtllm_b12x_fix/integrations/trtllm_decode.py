@@ -33,15 +33,15 @@ def send_to_cutlass(module: Any, version: str) -> int:
             f"of {layer_name(module)} cannot be sent to CUTLASS: set moe_config.backend: CUTLASS"
         )
     setattr(module, THRESHOLD, 0)
-    freed = _baked_bytes(module)
+    freed = baked_bytes(module)
     # Its scales are baked, and nothing calls it any more.
     module._b12x_weights = None
     module.b12x_wrapper = None
     return freed
 
 
-def _baked_bytes(module: Any) -> int:
-    """Of block scales that lie in no parameter; nothing where the layer is not as known."""
+def baked_bytes(module: Any) -> int:
+    """Of a layer's b12x block scales that lie in no parameter; 0 where it is not as known."""
     entries = getattr(module, "_b12x_weights", None)
     if not isinstance(entries, dict):
         return 0
