@@ -51,9 +51,8 @@ from trtllm_b12x_fix.integrations import flashinfer, tensorrt_llm
 from trtllm_b12x_fix.integrations.b12x_dispatch import CUTOVER, DispatchHold
 from trtllm_b12x_fix.integrations.b12x_wrapper import FORCE_W4A16
 from trtllm_b12x_fix.integrations.tensorrt_llm import CLASS, HOOKS, on_import
-from trtllm_b12x_fix.integrations.trtllm_contract import ENTRIES, ContractError, read_layer
-from trtllm_b12x_fix.integrations.trtllm_decode import THRESHOLD, goes_to_cutlass
-from trtllm_b12x_fix.integrations.trtllm_entries import baked_bytes
+from trtllm_b12x_fix.integrations.trtllm_contract import ENTRIES, ContractError
+from trtllm_b12x_fix.integrations.trtllm_decode import THRESHOLD, baked_bytes, goes_to_cutlass
 from trtllm_b12x_fix.integrations.trtllm_halves import LOADING
 from trtllm_b12x_fix.integrations.trtllm_layer import LayerOutcome, repair_layer
 from trtllm_b12x_fix.layer import Activation
@@ -750,7 +749,7 @@ def test_only_copies_are_freed(bench):
     intact = entries_of(module, Upstream.INTACT_VIEW)
     module._b12x_weights["w2_weight_sf"] = intact["w2_weight_sf"]
     wanted = 4 * module.w3_w1_weight_scale.numel()
-    assert baked_bytes(read_layer(module, VERSION)) == wanted
+    assert baked_bytes(module) == wanted
 
 
 @pytest.mark.parametrize("version", ["0.6.16", "0.6.18"])
@@ -1294,6 +1293,24 @@ def test_a_layer_loaded_before_the_fix_is_told_and_fails_the_status(shared):
     # At least: layers of other tests may still be waiting for the garbage collector.
     assert shared.record()["checks"]["counts"]["failed"] >= 1
     assert module._b12x_weights is not None
+
+
+@pytest.mark.parametrize("policy", OnUnknown)
+def test_an_error_that_nobody_expected_follows_the_policy(bench, monkeypatch, policy):
+    """Parameters on the meta device, for one: torch's own error names no layer."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(tensorrt_llm, "repair_layer", fail)
+    module, process = make_module(), bench.process(on_unknown=policy)
+    if policy is OnUnknown.CUTLASS:
+        assert_on_cutlass(bench.prepare(module, process))
+        assert any("meta tensors" in line for line in bench.log.warnings)
+        return
+    with pytest.raises(UnsupportedVersionError, match=r"layer 3: the repair failed: RuntimeError"):
+        bench.prepare(module, process)
+    assert module._b12x_weights is None
 
 
 def test_an_earlier_layer_that_nobody_baked_is_none(shared):

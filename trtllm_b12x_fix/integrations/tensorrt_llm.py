@@ -204,6 +204,13 @@ class Process:
                 _REPAIRED.add(module)
         except B12xFixError as error:
             outcome = self._unknown(module, error)
+        except Exception as error:  # meta tensors, memory: the layer is as upstream baked it
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            wrapped = UnsupportedVersionError(
+                f"TensorRT-LLM {self.version}, {layer_name(module)}: the repair failed: {words}"
+            )
+            wrapped.__cause__ = error
+            outcome = self._unknown(module, wrapped)
         self.reporter.layer(module, outcome, self.contract_version)
         if words := differing(module):
             self.reporter.warn(f"{outcome.name}: {words}")

@@ -127,18 +127,6 @@ def _check_range(view: LayerView, weight_scale_2: Tensor) -> None:
         )
 
 
-def baked_bytes(view: LayerView) -> int:
-    """Bytes of the baked copies that the view's entries still hold."""
-    return sum(
-        view.entries[key].numel()
-        for key, scales in (
-            ("w1_weight_sf", view.w1_block_scale),
-            ("w2_weight_sf", view.w2_block_scale),
-        )
-        if view.entries[key].untyped_storage().data_ptr() != scales.untyped_storage().data_ptr()
-    )
-
-
 def carries_weight_scale_2(entries: dict[str, Any]) -> bool:
     """Whether an upstream that keeps block scales intact hands weight_scale_2 over elsewhere."""
     second = entries.get("fc2_input_scale")

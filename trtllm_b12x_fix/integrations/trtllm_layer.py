@@ -18,10 +18,9 @@ from trtllm_b12x_fix.integrations.trtllm_contract import (
     layer_name,
     read_layer,
 )
-from trtllm_b12x_fix.integrations.trtllm_decode import send_to_cutlass
+from trtllm_b12x_fix.integrations.trtllm_decode import baked_bytes, send_to_cutlass
 from trtllm_b12x_fix.integrations.trtllm_entries import (
     ScaleState,
-    baked_bytes,
     carries_weight_scale_2,
     new_entries,
     scale_state,
@@ -90,7 +89,7 @@ def repair_layer(
         )
     _check_wrapper(module, view, contract, version)
     strategy, reason = choose_strategy(mode, contract, view.activation, name)
-    freed = baked_bytes(view)
+    freed = baked_bytes(module)
     if strategy is Strategy.CUTLASS:
         send_to_cutlass(module, version)
         return LayerOutcome(name, strategy, reason, freed)
