@@ -7,4 +7,4 @@ from types import ModuleType
 from trtllm_b12x_fix.commands import check_layer, doctor, emit_patch, run, scan, status
 
 #: Every subcommand, in the order the help shows them.
-COMMANDS: tuple[ModuleType, ...] = (check_layer, scan, run, status, doctor, emit_patch)
+COMMANDS: tuple[ModuleType, ...] = (doctor, run, status, scan, check_layer, emit_patch)
