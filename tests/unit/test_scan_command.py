@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 
-from tests.checkpoints import QWEN, UNGATED, experts, save
+from tests.checkpoints import UNGATED, save
 from tests.scan_cases import (
     CONFIG,
     PREFIX,
@@ -24,7 +24,6 @@ from tests.scan_cases import (
     tensor,
     with_dense,
 )
-from trtllm_b12x_fix import cli
 from trtllm_b12x_fix.commands import scan as scan_command
 from trtllm_b12x_fix.commands.progress import ProgressLine
 from trtllm_b12x_fix.doctor import model as doctor_model
@@ -302,18 +301,3 @@ def test_the_table_shows_all_shapes(tmp_path):
     assert "1 x relu2, 4 experts" in out
     assert codes(result) == []
     assert torch.is_tensor(tensors[tensor("up_proj", "weight")])
-
-
-@pytest.mark.parametrize("option", ["--json", "--html"])
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_report_never_overwrites_the_checkpoint(tmp_path, option, name):
-    folder = save(tmp_path / "checkpoint", experts(QWEN.format(0)), config={"num_experts": 4})
-    before = (folder / name).read_bytes()
-    assert cli.main(["scan", str(folder), option, str(folder / name), "--quiet"]) == 2
-    assert (folder / name).read_bytes() == before
-
-
-def test_two_reports_need_two_files(tmp_path):
-    folder = save(tmp_path / "checkpoint", experts(QWEN.format(0)))
-    target = str(tmp_path / "report")
-    assert cli.main(["scan", str(folder), "--json", target, "--html", target, "--quiet"]) == 2
