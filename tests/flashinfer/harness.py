@@ -36,6 +36,8 @@ from typing import Any
 import torch
 
 VERSIONS = ("0.6.16", "0.6.18", "0.7.2", "0.7.4")
+#: What vLLM 0.27.0 and 0.33.0 pin; their b12x files are those of 0.6.16 and 0.7.2, byte for byte.
+PINNED_BY_VLLM = ("0.6.16.post3", "0.7.2.post1")
 
 FAMILIES = ("direct-micro", "micro", "static", "dynamic")
 
@@ -173,8 +175,8 @@ def load(
     sm_count: int = DEFAULT_SM_COUNT,
 ) -> SimpleNamespace:
     """Import one FlashInfer version with the hardware questions answered."""
-    if version not in VERSIONS:
-        raise ValueError(f"unknown FlashInfer version {version!r}; known: {VERSIONS}")
+    if version not in (known := (*VERSIONS, *PINNED_BY_VLLM)):
+        raise ValueError(f"unknown FlashInfer version {version!r}; known: {known}")
     absent = missing_folders(version)
     if absent:
         raise FileNotFoundError(f"oracle folders missing (make oracles): {absent}")

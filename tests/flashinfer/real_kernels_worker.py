@@ -228,11 +228,11 @@ def state(dispatch: Any) -> dict[str, int]:
     return {name: id(getattr(dispatch, name)) for name in names if hasattr(dispatch, name)}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--version", required=True, choices=harness.VERSIONS)
     parser.add_argument("--out", required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     ns = harness.load(args.version)
     torch.cuda.get_device_name = lambda *_: "harness"  # type: ignore[assignment]
     bench = Bench(ns)

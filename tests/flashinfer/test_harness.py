@@ -7,7 +7,6 @@ compares the captured kernel arguments with the job that was sent.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ sys.path.insert(0, str(HERE))
 
 import bands  # noqa: E402
 import harness  # noqa: E402
+
+from tests import warm  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN = 6, 3, 256
 # 320: no multiple of 128 (padding, and the source scale layout of 0.7.4);
@@ -95,15 +96,9 @@ def make_jobs(version: str) -> list[dict[str, Any]]:
 def run_worker(version: str, jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     job_file, out_file = folder / "job.pt", folder / "out.pt"
     torch.save(jobs, job_file)
-    options = {
-        "version": version,
-        "job": str(job_file),
-        "out": str(out_file),
-        "backend": "test_harness:write_marker",
-    }
-    command = [sys.executable, str(HERE / "worker.py")]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run(command, capture_output=True, text=True)
+    arguments = ["--version", version, "--job", str(job_file), "--out", str(out_file)]
+    arguments += ["--backend", "test_harness:write_marker"]
+    done = warm.run(version, "worker", arguments)
     assert done.returncode == 0, done.stderr
     results: list[dict[str, Any]] = torch.load(out_file, weights_only=True)
     return results

@@ -8,20 +8,17 @@ Nothing here ran on SM120 or SM121.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
 from trtllm_b12x_fix.emulator.arithmetic import KernelFamily
 from trtllm_b12x_fix.emulator.contract import DirectMicro, InputScaleArgument, Shape, contract_for
 from trtllm_b12x_fix.layer import Activation
 from trtllm_b12x_fix.layer_check.arms import Arm
 from trtllm_b12x_fix.repair import Strategy, plan
 
-WORKER = Path(__file__).with_name("real_kernels_worker.py")
 EXPERTS, TOP_K, SIZE = 6, 3, 256  # as in the worker
 ROWS = (1, 8, 64)
 AGREEING = [
@@ -45,8 +42,8 @@ VERSIONS = ("0.6.16", "0.6.18", "0.7.2", "0.7.4")
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     version = request.param
     out = tmp_path_factory.mktemp("real-kernels") / "out.json"
-    command = [sys.executable, str(WORKER), "--version", version, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    arguments = ["--version", version, "--out", str(out)]
+    done = warm.run(version, "real_kernels_worker", arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
     return found | {"version": version}

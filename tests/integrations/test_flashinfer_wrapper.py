@@ -6,15 +6,13 @@ compiled kernel would. Outputs must be the layer check's, bit for bit, and famil
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import oracle_moe
+from tests import oracle_moe, warm
 from tests.kernel_backend import ORDER_SEED
 from tests.layers import make_inputs, make_layer
 from tests.planted.defects import DEFECTS
@@ -37,7 +35,6 @@ from trtllm_b12x_fix.repair import InputScales, Strategy, arguments, input_scale
 VERSIONS = ("0.6.16", "0.6.18", "0.7.2", "0.7.4")
 ROWS = (1, 2, 4, 8, 17, 64)
 ARMS = (Arm.FIX, Arm.BAKED, Arm.ALPHAS, Arm.FP32_RESCALE, Arm.UNIT)
-WORKER = Path(__file__).parents[1] / "flashinfer" / "worker.py"
 
 pytestmark = [pytest.mark.slow]
 
@@ -48,9 +45,9 @@ def run_worker(
     """Run jobs in a process of their own: two FlashInfer versions cannot share one."""
     job, out = folder / "job.pt", folder / "out.pt"
     torch.save(jobs, job)
-    command = [sys.executable, str(WORKER), "--version", version, "--job", str(job)]
-    command += ["--out", str(out), "--backend", backend]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    arguments = ["--version", version, "--job", str(job)]
+    arguments += ["--out", str(out), "--backend", backend]
+    done = warm.run(version, "worker", arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(out, weights_only=True)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import kernel_backend
+from tests import kernel_backend, warm
 from tests.kernel_backend import ORDER_SEED
 from tests.layers import make_inputs, make_layer
 from tests.trtllm.layers import as_loaded, to_checkpoint
@@ -88,17 +86,14 @@ def run(
     jobs = [_job(LAYERS[layer], CAPACITIES[kind]) for layer, kind in names]
     part = {"era": Era.MOE_TRANSFORM.name, "stand_in": str(folder / "stand-in"), "jobs": jobs}
     torch.save([part], folder / "job.pt")
-    command = [sys.executable, "-m", "tests.trtllm.worker", "--version", version]
-    command += ["--job", str(folder / "job.pt"), "--out", str(folder / "out.pt")]
-    command += ["--backend", backend]
+    arguments = ["--version", version, "--backend", backend]
+    arguments += ["--job", str(folder / "job.pt"), "--out", str(folder / "out.pt")]
     for setup in setups:
-        command += ["--setup", setup]
+        arguments += ["--setup", setup]
     environ = {k: v for k, v in os.environ.items() if k not in (CUTOVER, *ENVIRONMENT)}
     environ |= {"OMP_NUM_THREADS": "1", "TRTLLM_B12X_FIX_LEDGER": str(folder / "ledger")}
     environ |= ENVIRONMENT | variables
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environ
-    )
+    done = warm.run(version, "tests.trtllm.worker", arguments, environ)
     assert done.returncode == 0, done.stderr[-4000:]
     (records,) = torch.load(folder / "out.pt", weights_only=True)
     return Run(version, dict(zip(names, records, strict=True)))

@@ -8,7 +8,6 @@ that each wheel's process runs.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.benchmarks.bench_trtllm_repair import StorageMeter
 from tests.layers import make_inputs, make_layer
 from tests.trtllm.layers import to_checkpoint
 from tests.trtllm.stand_in import Era, write_stand_in
-from tests.trtllm.test_stand_in import ROOT, VERSIONS, make_job
+from tests.trtllm.test_stand_in import VERSIONS, make_job
 from trtllm_b12x_fix.layer import Activation, MoELayer
 
 RELU2, SILU = Activation.RELU2, Activation.SILU
@@ -156,7 +156,8 @@ def _addresses(arguments: dict[str, Any], names: tuple[str, ...]) -> list[int]:
     return [value if isinstance(value, int) else value.data_ptr() for value in values]
 
 
-def main(version: str, folder: Path) -> None:
+def main(argv: list[str]) -> None:
+    version, folder = argv[0], Path(argv[1])
     from tests.trtllm.fixed import install
     from tests.trtllm.worker import installed
 
@@ -190,8 +191,7 @@ def survey(request, oracle_dir, tmp_path_factory) -> tuple[str, dict[str, Any]]:
         "TRTLLM_B12X_FIX_LEDGER": str(folder / "ledger"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.trtllm.test_costs", version, str(folder)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
+    done = warm.run(version, "tests.trtllm.test_costs", [version, str(folder)], environ)
     assert done.returncode == 0, done.stderr[-4000:]
     return version, torch.load(folder / "found.pt", weights_only=True)
 
@@ -311,4 +311,4 @@ def test_inference_tensors_would_cost_a_multiplication_or_the_call(survey):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1:])

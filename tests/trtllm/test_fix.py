@@ -7,6 +7,7 @@ returns must be the emulated repaired arm bit for bit, and CUTLASS must see what
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -225,10 +226,20 @@ def test_w4a16_and_an_upstream_that_does_not_bake_are_left_alone(fixed):
             assert record["weights"]["fc2_input_scale"] is None
             assert "input_global_scale" not in record["weights"]
     if Era.FIXED in fixed.eras:
-        record = fixed.records[Era.FIXED, "relu2"]
-        assert "error" not in record
-        said = [line for _, line in record["log"] if line.startswith("trtllm-b12x-fix 0")]
-        assert "unchanged (upstream keeps block scales intact)" in said[0]
+        assert "error" not in fixed.records[Era.FIXED, "relu2"]
+        (line,) = info_lines(fixed, Era.FIXED)
+        assert re.search(r"unchanged in \d+ layers \(upstream keeps block scales intact\)", line)
+
+
+def info_lines(fixed: FixedRun, era: Era) -> list[str]:
+    """What the fix said at severity info in all jobs of a stand-in."""
+    return [
+        line
+        for (one, _), record in fixed.records.items()
+        if one is era
+        for severity, line in record["log"]
+        if severity == "info" and line.startswith("trtllm-b12x-fix")
+    ]
 
 
 @needs_flashinfer
@@ -255,18 +266,50 @@ def test_damage_is_named_and_its_decode_leaves_b12x(fixed):
 
 
 @needs_flashinfer
-def test_one_line_says_what_was_done_and_one_that_it_was_checked(fixed):
-    for era in BAKING:
-        lines = [line for _, line in fixed.records[era, "relu2"]["log"]]
-        (said,) = [line for line in lines if line.startswith("trtllm-b12x-fix 0")]
+def test_one_line_tells_of_all_layers_and_of_the_check(fixed):
+    for era in fixed.eras:
+        (line,) = info_lines(fixed, era)
         planned = plan(contract_for(fixed.version), Activation.RELU2)
-        for text in (planned.strategy.value, era.value.version, fixed.version, "MiB"):
-            assert text in said
-        checked = [line for line in lines if "from the emulated repair" in line]
-        assert len(checked) == 1
-        assert "passed" in checked[0] or "not distinguishable" in checked[0]
-        later = [line for _, line in fixed.records[era, "inference"]["log"]]
-        assert not [line for line in later if line.startswith("trtllm-b12x-fix 0")]
+        strategy = planned.strategy.value if era.value.bakes else "unchanged"
+        for text in (strategy, era.value.version, fixed.version, "MiB", "emulated repair"):
+            assert text in line, era
+        counts = re.findall(r" in (\d+) layers? \(", line)
+        # Also those that an older state prepares twice, and the reloaded one, count once.
+        assert sum(map(int, counts)) == len(jobs())
+        assert "live output passed" in line or "live output not distinguishable" in line
+        # Said at the end, though nothing but the relu2 layer of the first job was checked.
+        assert not any("trtllm-b12x-fix" in text for _, text in fixed.records[era, "relu2"]["log"])
+
+
+@needs_flashinfer
+def test_the_fold_is_there_before_a_capture_could_be(fixed):
+    """With CUDA graphs the wrapper's alphas are folded when the layer is prepared; never later."""
+    for era in fixed.eras:
+        for name in ("graph", "graph, again"):
+            record = fixed.records[era, name]
+            if fixed.version == "0.6.16":  # which has nothing to fold
+                continue
+            assert record["fold"] == (True, True), (era, name)
+        # Without graphs there is no capture: the control.
+        if fixed.version != "0.6.16":
+            assert fixed.records[era, "silu"]["fold"] == (False, False), era
+
+
+@needs_flashinfer
+def test_without_the_call_that_primes_the_fold_would_be_made_by_the_first_one(
+    oracle_dir, tmp_path, monkeypatch
+):
+    """The planted defect of the test above."""
+    version = "0.7.4"
+    oracle_dir(f"flashinfer-{version}")
+    oracle_dir("flashinfer-deps")
+    monkeypatch.setenv("TRTLLM_B12X_FIX", "auto")
+    monkeypatch.setenv("TRTLLM_B12X_FIX_VERIFY", "off")
+    monkeypatch.setenv("TRTLLM_B12X_FIX_LEDGER", str(tmp_path / "ledger"))
+    some = {"graph": jobs()["graph"]}
+    setup = "tests.trtllm.fixed:install_without_prime"
+    ran = run(version, tmp_path, [Era.MOE_TRANSFORM], some, setup)
+    assert ran.records[Era.MOE_TRANSFORM, "graph"]["fold"] == (False, False)
 
 
 # ---- the policy for what cannot be repaired: stop the start
@@ -331,6 +374,8 @@ def test_the_import_hook_leads_to_the_same_repair(oracle_dir, tmp_path, monkeypa
         for place, tokens in enumerate(DECODE):
             _, output = expected(ran, record, LAYERS[activation], tokens)
             assert torch.equal(record["cases"][place]["output"], output)
+    (line,) = info_lines(ran, era)  # by the timer, where emulation took long, or at the end
+    assert "alphas in " in line
     assert cli.main(["status", "--json", "-"]) == 0  # it has ended, so nothing can be wrong
     (process,) = json.loads(capsys.readouterr().out)["processes"]
     record = process["record"]
@@ -338,3 +383,22 @@ def test_the_import_hook_leads_to_the_same_repair(oracle_dir, tmp_path, monkeypa
     assert record["layers"] == ({"alphas": 3} if baked_w4a16 else {"alphas": 2, "unchanged": 1})
     assert record["checks"]["counts"] == {"passed": 1}
     assert record["bytes_freed"] > 0
+
+
+@needs_flashinfer
+def test_on_cuda_12_the_error_is_flashinfers_own(oracle_dir, tmp_path, monkeypatch):
+    """The wrapper cannot be made, fix or no fix: nothing of ours stands before that."""
+    version = "0.7.4"
+    oracle_dir(f"flashinfer-{version}")
+    oracle_dir("flashinfer-deps")
+    monkeypatch.delenv("TRTLLM_B12X_FIX", raising=False)
+    monkeypatch.setenv("TRTLLM_B12X_FIX_LEDGER", str(tmp_path / "ledger"))
+    setup = "tests.trtllm.fixed:hook_on_cuda_12"
+    ran = run(version, tmp_path, [Era.MOE_TRANSFORM], {"relu2": jobs()["relu2"]}, setup)
+    record = ran.records[Era.MOE_TRANSFORM, "relu2"]
+    assert "CUDA 13" in record["error"]
+    assert "12.9" in record["error"]
+    assert "trtllm-b12x-fix" not in str(record["log"])
+    (path,) = (tmp_path / "ledger").glob("*.json")
+    left = json.loads(path.read_text(encoding="utf-8"))
+    assert (left["state"], left["layers"], left["checks"]["counts"]) == ("active", {}, {})

@@ -23,8 +23,9 @@ era, the folder that tests/trtllm/stand_in.py wrote, and a list of jobs:
 ``out.pt`` holds a list of records for each stand-in, one record per job: ``cases`` (output, and
 what reached the kernel: family, block scales, alphas), ``parameters`` (after everything ran),
 ``loaded`` (digests of the parameters before the hook and after all calls), ``weights`` (what each
-entry of ``_b12x_weights`` is), ``rebuilt`` (whether a second walk made a new wrapper), ``log``, and
-``error`` in the place of cases when the hook or a call raised.
+entry of ``_b12x_weights`` is), ``fold`` (whether the wrapper had its folded alphas before the first
+case, and kept that product through it), ``rebuilt`` (whether a second walk made a new wrapper),
+``log``, and ``error`` in the place of cases when the hook or a call raised.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,13 +76,14 @@ def default_to_cpu(wrapper: Any) -> None:
 
 
 @contextlib.contextmanager
-def installed(folder: str, setups: list[str]) -> Iterator[None]:
-    """Put one stand-in on the path for a while; forget its modules afterwards."""
+def installed(folder: str, setups: list[str]) -> Iterator[list[Callable[[], None]]]:
+    """Put one stand-in on the path for a while; forget its modules afterwards.
+
+    Yields what the set-ups returned: to be called when all jobs are done.
+    """
     sys.path.insert(0, folder)
     try:
-        for setup in setups:
-            resolve(setup)()
-        yield
+        yield [end for end in [resolve(setup)() for setup in setups] if end]
     finally:
         sys.path.remove(folder)
         for name in [n for n in sys.modules if n.split(".")[0] == "tensorrt_llm"]:
@@ -125,6 +127,7 @@ class Runner:
 
         first_line = len(logger.lines)
         record: dict[str, Any] = {}
+        cases: list[dict[str, Any]] = []
         with torch.inference_mode(job.get("inference_mode", False)):
             module = self.build(job)
         loaded = digest(module)
@@ -140,9 +143,15 @@ class Runner:
                     load(module, job["reload"])
                     module.post_load_weights()
                     loaded = digest(module)
+            before = getattr(module.b12x_wrapper, "_folded_w1_alpha", None)
             # The forward pass always runs so.
             with torch.inference_mode():
-                record["cases"] = [self.run_case(module, case) for case in job["cases"]]
+                for place, case in enumerate(job["cases"]):
+                    cases.append(self.run_case(module, case))
+                    if place == 0:
+                        after = getattr(module.b12x_wrapper, "_folded_w1_alpha", None)
+                        record["fold"] = (before is not None, after is before)
+            record["cases"] = cases
         except Exception as error:
             record["error"] = f"{type(error).__name__}: {error}"
         return record | {
@@ -231,9 +240,15 @@ def main(argv: list[str] | None = None) -> None:
     harness.install(ns, on_call)
     results = []
     for part in torch.load(args.job, weights_only=True):
-        with installed(part["stand_in"], args.setup):
+        with installed(part["stand_in"], args.setup) as endings:
             runner = Runner(Era[part["era"]].value, calls)
-            results.append([runner.run_job(job) for job in part["jobs"]])
+            records = [runner.run_job(job) for job in part["jobs"]]
+            logger = importlib.import_module("tensorrt_llm.logger").logger
+            said = len(logger.lines)
+            for end in endings:
+                end()
+            records[-1]["log"] += logger.lines[said:]
+            results.append(records)
     torch.save(results, args.out)
 
 
