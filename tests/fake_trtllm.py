@@ -16,7 +16,7 @@ from typing import Any
 from trtllm_b12x_fix import fix, patching, startup
 from trtllm_b12x_fix.integrations import targets
 from trtllm_b12x_fix.ledger import Ledger
-from trtllm_b12x_fix.settings import LEDGER, PREFIX
+from trtllm_b12x_fix.settings import LEDGER, MODE, PREFIX
 
 NEW, OLD = targets.TARGET_MODULES
 CLASS = "NVFP4CuteDslB12xFusedMoEMethod"
@@ -93,6 +93,9 @@ def isolate(monkeypatch: Any, tmp_path: Path) -> Path:
     """A process in which nothing of ours has happened yet; returns its ledger's folder."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)
+    # What apply() sets is taken away again, or it would reach processes of later tests.
+    monkeypatch.setenv(MODE, "")
+    monkeypatch.delenv(MODE)
     ledger = tmp_path / "ledger"
     monkeypatch.setenv(LEDGER, str(ledger))
     write_package(tmp_path / "site")

@@ -32,9 +32,10 @@ from trtllm_b12x_fix.emulator.contract import (
     contract_for,
 )
 from trtllm_b12x_fix.formats import scale_layout
-from trtllm_b12x_fix.integrations import tensorrt_llm
+from trtllm_b12x_fix.integrations import tensorrt_llm, trtllm_report
 from trtllm_b12x_fix.integrations.b12x_dispatch import CUTOVER, DISPATCH
 from trtllm_b12x_fix.integrations.b12x_wrapper import FORCE_W4A16
+from trtllm_b12x_fix.integrations.trtllm_summary import QuietPeriod, Summary
 from trtllm_b12x_fix.layer import Activation, ExpertMatrices, MoELayer
 from trtllm_b12x_fix.ledger import Ledger
 from trtllm_b12x_fix.settings import LEDGER, Mode, Settings
@@ -109,6 +110,9 @@ class Wrapper:
     #: The hook's block scales and alphas, for a wrapper that never lets go of them.
     baked: dict[str, Tensor] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    #: Products of w1_alpha and input_global_scale that were computed; the last one is kept.
+    folds: list[Tensor] = field(default_factory=list)
+    _fold_key: Any = None
 
     def launch(self, x: Tensor, token_selected_experts: Tensor, **call: Any) -> Tensor:
         """One call, in the family that the contract picks."""
@@ -132,10 +136,12 @@ class Wrapper:
         input_scale = call.get("input_global_scale")
         alpha = call["w1_alpha"]
         if input_scale is not None:
-            # The real wrapper keys its cached fold on these; inference tensors have no version.
-            assert alpha._version is not None
-            assert input_scale._version is not None
-            alpha = alpha * input_scale
+            # As the real wrapper keys its cached fold; inference tensors have no version.
+            key = (id(alpha), id(input_scale), alpha._version, input_scale._version)
+            if key != self._fold_key:
+                self.folds.append(alpha * input_scale)
+                self._fold_key = key
+            alpha = self.folds[-1]
         launch = moe.LaunchTensors(
             w1_packed=call["w1_weight"],
             w1_block_scale=_linear(call["w1_weight_sf"]),
@@ -228,6 +234,7 @@ class Method:
     top_k: int = TOP_K
     told: int | None = None
     knows_w4a16: bool = True
+    use_cuda_graph: bool = False
     #: Static's band as FlashInfer would have read it when the wrapper was made.
     bands: list[str | None] = field(default_factory=list)
 
@@ -249,6 +256,7 @@ class Method:
             hidden_size=module.hidden_size,
             intermediate_size=self.told or module.w2_weight.shape[2] * 16,
             activation="silu" if gated else "relu2",
+            use_cuda_graph=self.use_cuda_graph,
             misbehaviour=self.misbehaviour,
             baked=dict(module._b12x_weights),
         )
@@ -443,6 +451,13 @@ class Lines:
         self.warning = self.warnings.append
 
 
+class NoTimer(QuietPeriod):
+    """Loading ends when the test says so."""
+
+    def _start(self) -> None:
+        pass
+
+
 @dataclass
 class Bench:
     """A process of its own: no variables, no records, a FlashInfer made of its contract."""
@@ -451,6 +466,7 @@ class Bench:
     ledger: Path
     dispatch: ModuleType
     log: Lines
+    summary: Summary
     flashinfer: str = "0.6.18"
 
     def use(self, flashinfer: str) -> None:
@@ -486,6 +502,14 @@ class Bench:
         process.replacement(Method.transform_weights)(method or self.method(), module)
         return module
 
+    def line(self) -> str:
+        """The one line of the process, once loading has ended; empty where there is none."""
+        assert self.log.info_lines == []
+        self.summary.loading_ended()
+        self.summary.quiet.finish()  # and at the end of the interpreter
+        assert len(self.log.info_lines) <= 1
+        return "".join(self.log.info_lines)
+
     def record(self) -> dict[str, Any]:
         """What this process wrote to the ledger."""
         (path,) = self.ledger.glob("*.json")
@@ -509,6 +533,8 @@ def make_bench(patch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
     patch.setitem(sys.modules, DISPATCH, dispatch)
     log = Lines()
     patch.setitem(sys.modules, "tensorrt_llm.logger", SimpleNamespace(logger=log))
-    bench = Bench(patch, ledger, dispatch, log)
+    summary = Summary(trtllm_report._logger, NoTimer)
+    patch.setattr(trtllm_report, "SUMMARY", summary)
+    bench = Bench(patch, ledger, dispatch, log, summary)
     bench.use(bench.flashinfer)
     return bench

@@ -62,6 +62,7 @@ class PostImportFinder:
             self._move_to_front()
             return None
         if fullname not in self.names:
+            self._notice_missed()
             return None
         # Another hook may ask all finders again, this one included, while it is being asked.
         search = (get_ident(), fullname)
@@ -82,6 +83,16 @@ class PostImportFinder:
         if self in sys.meta_path:
             self._callback(module, name)
             self._notified[name] = module
+
+    def _notice_missed(self) -> None:
+        # A finder that arrived since the last package was looked for stands before this one and
+        # has answered for the target. Once: an error must not fail each import from here on.
+        for name in self.names:
+            module = sys.modules.get(name)
+            if module is None or self._notified.get(name) is module or _is_half_made(module):
+                continue
+            self._notified[name] = module
+            self._callback(module, name)
 
     def _ask_others(
         self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"

@@ -45,6 +45,14 @@ class PatchState(Enum):
         return self in (PatchState.ACTIVE, PatchState.WRAPPED)
 
 
+class Found(Enum):
+    """Where the attribute has to be for a patch to fit."""
+
+    OWN = "defined by the class itself"
+    ANYWHERE = "defined by the class, or inherited"
+    """What was inherited is inherited again once the patch is undone."""
+
+
 def as_it_is(_original: object) -> str | None:
     """The expectation of a patch that fits whatever it finds."""
     return None
@@ -65,6 +73,7 @@ class Patch:
     expectation: Callable[[Any], str | None] = as_it_is
     undone: Callable[[], None] = lambda: None
     """Called when the original is back: for what the replacement changed elsewhere."""
+    found: Found = Found.OWN
 
     @property
     def symbol(self) -> str:
@@ -87,7 +96,8 @@ class Patch:
         if state is PatchState.REPLACED_BY_OTHERS and current is not _INSTALLED[self._key].original:
             raise PatchConflictError(f"{self.symbol} was {self.describe()}")
         self._require_original(current)
-        made = self.replacement(current)
+        inherits = current is _MISSING
+        made = self.replacement(getattr(self.owner, self.attribute) if inherits else current)
         setattr(made, MARKER, __version__)
         # Not locked until here: what `replacement` imports may wait for another thread's import.
         with _LOCK:
@@ -125,7 +135,10 @@ class Patch:
             current = self._current()
             if current is not installed.made and current is not installed.original:
                 raise PatchConflictError(f"{self.symbol} was {self.describe()}: left as it is")
-            setattr(self.owner, self.attribute, installed.original)
+            if installed.original is not _MISSING:
+                setattr(self.owner, self.attribute, installed.original)
+            elif current is not _MISSING:
+                delattr(self.owner, self.attribute)
             del _INSTALLED[self._key]
             _REMOVED.add(self._key)
             installed.patch.undone()
@@ -163,9 +176,12 @@ class Patch:
         return vars(self.owner).get(self.attribute, _MISSING)
 
     def _require_original(self, current: object) -> None:
+        if self.found is Found.ANYWHERE and current is _MISSING:
+            current = getattr(self.owner, self.attribute, _MISSING)
         if current is _MISSING:
             raise UnsupportedVersionError(
-                f"{self.symbol} does not exist: {self.owner.__qualname__} does not define it itself"
+                f"{self.symbol} does not exist: {self.owner.__qualname__} does not define it"
+                + (" itself" if self.found is Found.OWN else " and inherits none")
             )
         for one in _chain(current):
             version = getattr(one, MARKER, None)
@@ -192,13 +208,16 @@ class Installed:
 class TargetPlan:
     """What an integration wants done to a module that was just imported.
 
-    No patches means that nothing needs a repair there; ``note`` says why.
+    No patches and no refusal means that nothing needs a repair there; ``note`` says why.
+    ``refusal`` says what is not known there: the patches refuse whoever builds such a layer, and
+    without patches nothing can be refused.
     """
 
     patches: tuple[Patch, ...] = ()
     note: str = ""
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Package name to version, of what the plan depends on."""
+    refusal: str = ""
 
 
 _LOCK = threading.RLock()

@@ -26,6 +26,8 @@ from trtllm_b12x_fix.doctor.environment import Gpu
 from trtllm_b12x_fix.doctor.model import Model
 from trtllm_b12x_fix.errors import B12xFixError
 from trtllm_b12x_fix.integrations import (
+    flashinfer,
+    flashinfer_wrapper,
     installed,
     trtllm_dataflow,
     trtllm_patch,
@@ -63,6 +65,12 @@ def _count_owners_of_attributes(self, node):
         for part in ast.walk(target):
             if isinstance(part, ast.Name):
                 self._values.setdefault(part.id, []).append(value)
+
+
+def _read_whatever_it_is(path):
+    if not path.is_file():
+        pytest.fail(f"reading {path.name} would never end")
+    return path.read_bytes()
 
 
 def _take_the_last(source):
@@ -219,6 +227,37 @@ MUTANTS = [
         "",
         test_emit_patch.test_line_ends_are_kept,
         {"end": "\n", "tail": "assignment"},
+    ),
+    Mutant(
+        "any signature of the hook is known",
+        trtllm_source,
+        "_signature",
+        lambda hook: "",
+        test_doctor.test_a_hook_of_another_signature_is_refused_with_the_fix_on,
+        {"signature": "def transform_weights(self, module: torch.nn.Module, stage)"},
+    ),
+    Mutant(
+        "decode of an unknown class stays on b12x",
+        hold,
+        "_unknown_hook",
+        lambda reading: "",
+        test_doctor.test_a_source_without_a_known_hook_is_refused_with_the_fix_on,
+    ),
+    Mutant(
+        "a pipe is read",
+        flashinfer_wrapper,
+        "regular_bytes",
+        _read_whatever_it_is,
+        test_doctor.test_a_pipe_in_the_place_of_flashinfers_files_is_refused,
+        {"name": "b12x_moe.py", "command": "emit-patch"},
+    ),
+    Mutant(
+        "a pipe is read for the contract",
+        flashinfer,
+        "regular_bytes",
+        _read_whatever_it_is,
+        test_doctor.test_a_pipe_in_the_place_of_flashinfers_files_is_refused,
+        {"name": "blackwell_sm12x/moe_dispatch.py", "command": "doctor"},
     ),
     Mutant(
         "a fixed file is patched",

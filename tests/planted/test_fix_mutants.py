@@ -32,6 +32,7 @@ from trtllm_b12x_fix.integrations.trtllm_contract import INPUT_GLOBAL_SCALE
 from trtllm_b12x_fix.integrations.trtllm_decode import THRESHOLD
 from trtllm_b12x_fix.integrations.trtllm_entries import ScaleState
 from trtllm_b12x_fix.integrations.trtllm_report import Reporter
+from trtllm_b12x_fix.integrations.trtllm_summary import Summary
 from trtllm_b12x_fix.integrations.trtllm_verify import Verification, VerifyState
 from trtllm_b12x_fix.layer import Activation
 from trtllm_b12x_fix.repair import Strategy, arguments
@@ -494,13 +495,6 @@ REFUSALS = [
         {"key": "w2_weight_sf", "expert": -1},
     ),
     Mutant(
-        "an inherited hook is patched",
-        tensorrt_llm,
-        "HOOKS",
-        ("transform_weights", "post_load_weights", "cache_derived_state"),
-        contract_tests.test_a_class_without_a_known_hook_is_refused,
-    ),
-    Mutant(
         "the older hook wins",
         tensorrt_llm,
         "HOOKS",
@@ -553,16 +547,6 @@ def _widened_too_late(self, upstream):
         self._after(module)
 
     return functools.wraps(upstream)(prepare)
-
-
-class _CountsAll(weakref.WeakKeyDictionary):
-    def get(self, key, default=None):
-        return default
-
-
-def _counts_all(self):
-    self.reporter = Reporter(self.version)
-    self.reporter._counted = _CountsAll()
 
 
 def _checks_all(self, module, outcome):
@@ -667,9 +651,9 @@ PROCESS = [
     ),
     Mutant(
         "a layer counts at each preparation",
-        tensorrt_llm.Process,
-        "__post_init__",
-        _counts_all,
+        Summary,
+        "strategy_of",
+        lambda self, module: None,
         contract_tests.test_a_layer_prepared_twice_counts_once,
     ),
     Mutant(

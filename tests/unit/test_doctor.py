@@ -379,6 +379,74 @@ def test_a_source_without_a_known_hook_is_refused_with_the_fix_on(
     code, document = examine(capsys)
     assert code == 1
     assert "does not know what to patch" in document["reason"]
+    monkeypatch.setenv("TRTLLM_B12X_FIX_ON_UNKNOWN", "cutlass")
+    code, document = examine(capsys)
+    assert code == 0
+    assert {layer["strategy"] for layer in document["hold"]["layers"]} == {"cutlass"}
+
+
+SIGNATURE = "def transform_weights(self, module: torch.nn.Module)"
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "def transform_weights(self, layer: torch.nn.Module)",
+        "def transform_weights(self, module: torch.nn.Module, stage)",
+        "def transform_weights(self, module: torch.nn.Module, stage=None)",
+        "def transform_weights(self, module, *args)",
+        "def transform_weights(self, module, **kwargs)",
+        "def transform_weights(self, *, module)",
+        "def transform_weights(self, module, /)",
+        "@staticmethod\n    def transform_weights(module)",
+    ],
+)
+def test_a_hook_of_another_signature_is_refused_with_the_fix_on(
+    site, capsys, oracle_dir, monkeypatch, signature
+):
+    """As the fix does: see tests/unit/test_trtllm_refusal.py."""
+    path = bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    assert SIGNATURE in path.read_text()
+    path.write_text(path.read_text().replace(SIGNATURE, signature))
+    turn_on(monkeypatch)
+    code, document = examine(capsys)
+    assert code == 1
+    assert "known is (self, module)" in document["reason"]
+    assert "does not know what to patch" in document["reason"]
+    monkeypatch.setenv("TRTLLM_B12X_FIX_ON_UNKNOWN", "cutlass")
+    assert examine(capsys)[0] == 0
+
+
+def test_an_upstream_that_needs_no_fix_but_would_be_refused_gets_a_note(site, capsys, oracle_dir):
+    path = bring_trtllm(site, Era.FIXED)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    assert SIGNATURE in path.read_text()
+    path.write_text(path.read_text().replace(SIGNATURE, SIGNATURE[:-1] + ", stage=0)"))
+    code, document = examine(capsys)
+    assert code == 0
+    assert any("leave TRTLLM_B12X_FIX unset" in note for note in document["notes"])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["b12x_moe.py", "blackwell_sm12x/moe_dispatch.py"])
+@pytest.mark.parametrize("command", ["doctor", "emit-patch"])
+def test_a_pipe_in_the_place_of_flashinfers_files_is_refused(
+    site, capsys, oracle_dir, monkeypatch, name, command
+):
+    bring_trtllm(site)
+    bring_flashinfer(site, oracle_dir, "0.7.4")
+    path = site / "flashinfer" / "fused_moe" / "cute_dsl" / name
+    path.unlink()
+    os.mkfifo(path)
+    turn_on(monkeypatch)
+    if command == "doctor":
+        code, document = examine(capsys)
+        assert code == 1
+        assert name in document["reason"]
+    elif name == "b12x_moe.py":  # the one that it reads
+        assert cli.main([command]) == 2
+        assert "not a regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("version", "code"), [("0.7.4", 0), ("0.6.16", 1)])

@@ -393,3 +393,13 @@ def test_the_worst_target_speaks_for_the_process():
 
 def test_every_error_is_one_of_ours():
     assert issubclass(PatchConflictError, B12xFixError)
+
+
+def test_a_test_that_applies_leaves_no_variable_behind(tmp_path):
+    """Or processes that later tests start would be repaired, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        fake_trtllm.isolate(patch, tmp_path / "another")
+        fix.apply()
+        assert os.environ["TRTLLM_B12X_FIX"] == "auto"
+        startup.uninstall()
+    assert "TRTLLM_B12X_FIX" not in os.environ

@@ -417,3 +417,85 @@ def test_a_finder_that_keeps_its_specs_does_not_stack_loaders(package, finder, c
     module = importlib.import_module(TARGET)
     assert calls == [module]
     assert type(module.__loader__) is SourceFileLoader
+
+
+# ---- a finder that arrives between the target's package and the target
+
+
+class Greedy:
+    """Answers for the target as the path would, from before our place."""
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != TARGET:
+            return None
+        return importlib.machinery.PathFinder.find_spec(fullname, path, target)
+
+
+@pytest.fixture
+def greedy(finder):
+    """The hook waits, the package is imported, and then somebody stands before the hook."""
+    finder.install()
+    importlib.import_module(f"{ROOT}.inner")
+    sys.meta_path.insert(0, Greedy(finder))
+    return finder
+
+
+def test_a_target_that_a_later_finder_answered_for_is_noticed_by_the_next_import(
+    greedy, calls, package
+):
+    for name in ("next", "after"):
+        write(package, f"{ROOT}.{name}", "")
+    module = importlib.import_module(TARGET)
+    assert calls == []
+    importlib.import_module(f"{ROOT}.next")
+    assert calls == [module]
+    importlib.import_module(f"{ROOT}.after")
+    importlib.import_module(TARGET)
+    assert calls == [module]
+
+
+def test_one_that_fails_then_fails_one_import_and_no_more(greedy, calls, package, monkeypatch):
+    for name in ("next", "after"):
+        write(package, f"{ROOT}.{name}", "")
+    importlib.import_module(TARGET)
+
+    def fail(module, name):
+        calls.append(module)
+        raise LookupError("FlashInfer 9 is not known")
+
+    monkeypatch.setattr(greedy, "_callback", fail)
+    with pytest.raises(LookupError):
+        importlib.import_module(f"{ROOT}.next")
+    importlib.import_module(f"{ROOT}.after")
+    assert len(calls) == 1
+
+
+def test_one_that_another_thread_is_still_importing_is_left_to_it(greedy, calls, package):
+    write(package, TARGET, SOURCE + f"import {ROOT}.beside\n")
+    write(package, f"{ROOT}.beside", "")
+    write(package, f"{ROOT}.next", "")
+    importlib.invalidate_caches()
+    module = importlib.import_module(TARGET)
+    assert calls == []  # the import in its middle came too early
+    importlib.import_module(f"{ROOT}.next")
+    assert calls == [module]
+
+
+def test_after_uninstall_nothing_is_noticed(greedy, calls, package):
+    write(package, f"{ROOT}.next", "")
+    importlib.import_module(TARGET)
+    greedy.uninstall()
+    importlib.import_module(f"{ROOT}.next")
+    assert calls == []
+
+
+def test_without_that_look_it_would_be_missed(greedy, calls, package, monkeypatch):
+    """The planted defect of the tests above."""
+    write(package, f"{ROOT}.next", "")
+    monkeypatch.setattr(PostImportFinder, "_notice_missed", lambda self: None)
+    importlib.import_module(TARGET)
+    importlib.import_module(f"{ROOT}.next")
+    assert calls == []

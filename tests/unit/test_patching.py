@@ -9,7 +9,14 @@ import pytest
 
 from trtllm_b12x_fix import patching
 from trtllm_b12x_fix.errors import UnsupportedVersionError
-from trtllm_b12x_fix.patching import MARKER, Patch, PatchConflictError, PatchState, TargetPlan
+from trtllm_b12x_fix.patching import (
+    MARKER,
+    Found,
+    Patch,
+    PatchConflictError,
+    PatchState,
+    TargetPlan,
+)
 
 
 def repaired(original):
@@ -217,3 +224,72 @@ def test_threads_that_install_at_the_same_time_install_once(method):
 def test_a_plan_without_patches_needs_none():
     assert TargetPlan(note="class absent").patches == ()
     assert dict(TargetPlan().versions) == {}
+
+
+# ---- what a class inherits
+
+
+def loud(original):
+    return lambda self: f"loud {original(self)}"
+
+
+@pytest.fixture
+def inheriting(method):
+    return Patch(method, "inherited", loud, found=Found.ANYWHERE)
+
+
+def test_an_inherited_attribute_is_replaced_on_the_class_alone(method, inheriting):
+    base = method.__mro__[1]
+    before = method()
+    assert inheriting.install() is inheriting.install() is PatchState.ACTIVE
+    assert before.inherited() == "loud base"
+    assert base().inherited() == "base"
+
+
+def test_undoing_it_leaves_the_class_as_it_was(method, inheriting):
+    before = dict(vars(method))
+    inheriting.install()
+    assert inheriting.undo() is inheriting.undo() is PatchState.REMOVED
+    assert dict(vars(method)) == before
+    assert method().inherited() == "base"
+    assert inheriting.install() is PatchState.ACTIVE
+
+
+def test_an_attribute_that_the_class_has_itself_is_found_first(method):
+    patch = Patch(method, "convert", repaired, found=Found.ANYWHERE)
+    patch.install()
+    assert method().convert() == "repaired baked"
+    patch.undo()
+    assert method().convert() == "baked"
+
+
+def test_one_that_was_deleted_meanwhile_is_undone_and_made_anew(method, inheriting):
+    inheriting.install()
+    del method.inherited
+    assert inheriting.state() is PatchState.REPLACED_BY_OTHERS
+    assert "the original was put back" in inheriting.describe()
+    assert inheriting.install() is PatchState.ACTIVE
+    del method.inherited
+    assert inheriting.undo() is PatchState.REMOVED
+
+
+def test_one_that_others_replaced_is_left_alone(method, inheriting):
+    inheriting.install()
+    method.inherited = lambda self: "theirs"
+    with pytest.raises(PatchConflictError, match="<lambda>"):
+        inheriting.undo()
+    assert method().inherited() == "theirs"
+
+
+def test_one_that_nobody_defines_is_named(method):
+    patch = Patch(method, "no_such", loud, found=Found.ANYWHERE)
+    with pytest.raises(UnsupportedVersionError, match="does not define it and inherits none"):
+        patch.install()
+    assert "no_such" not in vars(method)
+
+
+def test_a_base_that_another_copy_of_the_package_patched_is_a_conflict(method, inheriting):
+    setattr(vars(method.__mro__[1])["inherited"], MARKER, "0.0.9")
+    with pytest.raises(PatchConflictError, match="another copy of this package"):
+        inheriting.install()
+    assert "inherited" not in vars(method)

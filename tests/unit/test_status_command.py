@@ -63,7 +63,7 @@ def test_all_repaired(folder, living, capsys):
 def test_the_exit_code_follows_each_state(folder, living, state):
     plant(folder, living[0])
     plant(folder, living[1], state)
-    good = {FixState.WAITING, FixState.NOT_NEEDED, FixState.ACTIVE}
+    good = {FixState.WAITING, FixState.NOT_NEEDED, FixState.ACTIVE, FixState.WOULD_REFUSE}
     assert cli.main(["status"]) == (0 if state in good else 1)
 
 

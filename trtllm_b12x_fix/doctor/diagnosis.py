@@ -11,6 +11,7 @@ from trtllm_b12x_fix.doctor.environment import Environment, read_environment
 from trtllm_b12x_fix.doctor.hold import Hold, patch_problem, would_hold
 from trtllm_b12x_fix.doctor.model import Model, read_model
 from trtllm_b12x_fix.doctor.switch import STARTUP_FILE, Switch, read_switch
+from trtllm_b12x_fix.doctor.vllm import Vllm, read_vllm
 from trtllm_b12x_fix.integrations.flashinfer_wrapper import find_flashinfer
 from trtllm_b12x_fix.integrations.installed import Package
 from trtllm_b12x_fix.integrations.trtllm_source import (
@@ -58,6 +59,7 @@ class Facts:
     reading: SourceReading | None = None
     damage: str = ""
     model: Model | None = None
+    vllm: Vllm | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def gather(model: Path | None) -> Facts:
         reading=reading,
         damage=damage,
         model=found,
+        vllm=read_vllm(),
     )
 
 
@@ -131,6 +134,8 @@ def _verdict(facts: Facts) -> _Judgement:
         ways = ("install TensorRT-LLM again",)
         return Verdict.UNUSABLE, f"TensorRT-LLM cannot be judged: {facts.damage}", None, ways
     if not facts.tensorrt_llm.importable:
+        if facts.vllm is not None:
+            return _vllm_alone(facts, facts.vllm)
         reason = f"TensorRT-LLM is not installed for this Python ({facts.tensorrt_llm.kind.value})"
         return Verdict.NOTHING, reason, None, ("run this with the server's Python",)
     if reason := _not_affected(facts):
@@ -152,6 +157,15 @@ def _verdict(facts: Facts) -> _Judgement:
         state = "whether the fix would hold is unknown"
     reason = f"{what}, and {state}: {'; '.join(dict.fromkeys(wrong))}"
     return Verdict.AFFECTED, reason, hold, (*_switch_on(facts.switch), *hold.way_out)
+
+
+def _vllm_alone(facts: Facts, vllm: Vllm) -> _Judgement:
+    if reason := vllm.not_concerned(facts.environment.gpus):
+        return Verdict.NOT_AFFECTED, reason, None, ()
+    if vllm.why_off:
+        ways = ("let vLLM load the plugin, or choose --moe-backend flashinfer_cutlass",)
+        return Verdict.AFFECTED, vllm.note, None, ways
+    return Verdict.FIXED, vllm.note, None, ()
 
 
 def _what(facts: Facts, reading: SourceReading) -> str:
@@ -213,6 +227,13 @@ def _notes(facts: Facts) -> tuple[str, ...]:
     reading = facts.reading
     if reading is not None and reading.w4a16_exempt is False:
         notes.append("W4A16_NVFP4 layers are not told apart by this TensorRT-LLM")
+    if reading is not None and reading.handling is ScaleHandling.INTACT and reading.unknown_hook:
+        notes.append(
+            f"{reading.unknown_hook}: the fix would refuse this class, which needs none: leave "
+            f"{MODE} unset"
+        )
     if facts.model is not None:
         notes += facts.model.unusable
+    if facts.vllm is not None and facts.tensorrt_llm.importable:
+        notes.append(facts.vllm.note)
     return tuple(notes)

@@ -78,6 +78,8 @@ def would_hold(switch: Switch, reading: SourceReading, model: Model | None) -> H
             "TensorRT-LLM nor FlashInfer can run without it"
         )
     refusals, way_out = _refusals(switch, reading, model)
+    if (problem := _unknown_hook(reading)) and _sends_unknown_to_cutlass(switch):
+        return _all_to_cutlass(problem, refusals, way_out)
     try:
         contract = installed_contract()
     except B12xFixError as error:
@@ -118,14 +120,25 @@ def _without_contract(
     """FlashInfer is there, but its kernels are not known."""
     words = _without_option(words)
     if _sends_unknown_to_cutlass(switch):
-        reason = f"TRTLLM_B12X_FIX_ON_UNKNOWN=cutlass: {words}"
-        layers = tuple(LayerHold(name, "cutlass", reason) for name in (_RELU2, _SILU))
-        return Hold(layers=layers, refusals=refusals, way_out=way_out)
+        return _all_to_cutlass(words, refusals, way_out)
     ways = (
         "install a FlashInfer whose kernels are known (0.6.16 to 0.6.18, 0.7.0 to 0.7.2, 0.7.4), "
         "set TRTLLM_B12X_FIX_ON_UNKNOWN=cutlass, or serve with " + _USE_CUTLASS,
     )
     return Hold(refusals=(*refusals, words), way_out=(*way_out, *ways))
+
+
+def _all_to_cutlass(words: str, refusals: tuple[str, ...], way_out: tuple[str, ...]) -> Hold:
+    reason = f"TRTLLM_B12X_FIX_ON_UNKNOWN=cutlass: {words}"
+    layers = tuple(LayerHold(name, "cutlass", reason) for name in (_RELU2, _SILU))
+    return Hold(layers=layers, refusals=refusals, way_out=way_out)
+
+
+def _unknown_hook(reading: SourceReading) -> str:
+    """Why the fix refuses each layer of a class that it finds, empty where it repairs them."""
+    if not reading.is_watched or not reading.unknown_hook:
+        return ""
+    return f"{reading.unknown_hook}: the fix does not know what to patch"
 
 
 def _refusals(
@@ -139,6 +152,10 @@ def _refusals(
     if not reading.is_watched:
         refusals.append(f"the fix does not know {reading.module}, so it would do nothing")
         ways.append(f"serve with {_USE_CUTLASS}, and report the version of TensorRT-LLM")
+    elif problem := _unknown_hook(reading):
+        if not _sends_unknown_to_cutlass(switch):
+            refusals.append(problem)
+            ways.append(f"serve with {_USE_CUTLASS}, and report the version of TensorRT-LLM")
     elif reading.handling is ScaleHandling.UNKNOWN and reading.hook is None:
         refusals.append(f"{reading.reason}: the fix does not know what to patch")
         ways.append(f"serve with {_USE_CUTLASS}, and report the version of TensorRT-LLM")

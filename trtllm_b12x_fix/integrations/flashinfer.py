@@ -27,6 +27,7 @@ from trtllm_b12x_fix.emulator.contract import (
     contract_for,
 )
 from trtllm_b12x_fix.errors import UnsupportedVersionError
+from trtllm_b12x_fix.integrations.regular_files import regular_bytes
 
 DISTRIBUTION = "flashinfer-python"
 _MOE = Path("fused_moe/cute_dsl")
@@ -139,14 +140,14 @@ class _Sources:
 
     def text(self, path: Path) -> str:
         try:
-            return (self._package / path).read_text(encoding="utf-8")
+            return regular_bytes(self._package / path).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise self.missing(str(path)) from error
 
     def tree(self, path: Path) -> ast.Module:
         try:
             return ast.parse(self.text(path))
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self.missing(f"Python source in {path}") from error
 
     @cached_property

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trtllm_b12x_fix.errors import UnsupportedVersionError
 from trtllm_b12x_fix.integrations.installed import Package, find_package
+from trtllm_b12x_fix.integrations.regular_files import regular_bytes
 from trtllm_b12x_fix.integrations.trtllm_dataflow import INPUT_GLOBAL_SCALE
 
 PACKAGE = "flashinfer"
@@ -43,8 +44,8 @@ def read_wrapper(package: Package) -> WrapperReading | None:
         return None
     version = package.version or "of unknown version"
     try:
-        tree = ast.parse((package.folder / _WRAPPER).read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
+        tree = ast.parse(regular_bytes(package.folder / _WRAPPER))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnsupportedVersionError(
             f"FlashInfer {version}: {_WRAPPER} cannot be read: {error}"
         ) from error

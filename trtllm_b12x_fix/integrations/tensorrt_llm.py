@@ -8,6 +8,9 @@ reading the parameters that TensorRT-LLM loaded.
 
 Upstream's own method runs first; then the entries of ``_b12x_weights`` are exchanged, so wrapper,
 shared buffers and whatever else a version adds stay upstream's.
+
+A class whose work is not known is refused when it is built (:mod:`.trtllm_refusal`): on GPUs that
+never build it the import must go on.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,14 +49,11 @@ from trtllm_b12x_fix.integrations.trtllm_decode import (
     restore_decode,
     send_to_cutlass,
 )
-from trtllm_b12x_fix.integrations.trtllm_halves import (
-    LOADING,
-    differing,
-    loading_class,
-    watch_halves,
-)
+from trtllm_b12x_fix.integrations.trtllm_halves import differing, watching
 from trtllm_b12x_fix.integrations.trtllm_layer import LayerOutcome, is_weight_only, repair_layer
+from trtllm_b12x_fix.integrations.trtllm_refusal import refusing
 from trtllm_b12x_fix.integrations.trtllm_report import Reporter
+from trtllm_b12x_fix.integrations.trtllm_source import wrapper_maker
 from trtllm_b12x_fix.integrations.trtllm_trial import prime
 from trtllm_b12x_fix.integrations.trtllm_verify import verify_layer
 from trtllm_b12x_fix.patching import Patch, TargetPlan
@@ -63,6 +64,7 @@ CLASS = "NVFP4CuteDslB12xFusedMoEMethod"
 #: The method with the work, newest first: a class may inherit the other one.
 HOOKS = ("transform_weights", "post_load_weights")
 DISTRIBUTIONS = ("tensorrt_llm", "tensorrt-llm")
+_WAYS_OUT = "Set TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
 
 Hook = Callable[[Any, Any], None]
 
@@ -72,30 +74,59 @@ class VerificationError(B12xFixError):
 
 
 def on_import(module: ModuleType, settings: Settings) -> TargetPlan:
-    """What to patch in a quantization module of TensorRT-LLM that was just imported.
-
-    Raises:
-        UnsupportedVersionError: the class is there, but no method is known to hold the work.
-    """
+    """What to patch in a quantization module of TensorRT-LLM that was just imported."""
     version = tensorrt_llm_version()
     versions = {"tensorrt_llm": version}
-    owner = getattr(module, CLASS, None)
-    if owner is None:
-        return TargetPlan((), f"{module.__name__} has no {CLASS}: nothing to fix", versions)
-    name = next((hook for hook in HOOKS if hook in vars(owner)), None)
-    if name is None:
-        raise UnsupportedVersionError(
-            f"TensorRT-LLM {version}: {module.__name__}.{CLASS} defines neither "
-            f"{' nor '.join(HOOKS)}, so where it prepares b12x's scales is not known. Set "
-            "TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
-        )
     process = Process(settings, version, dispatch=_HOLD)
-    if not getattr(module.__spec__, "_initializing", False):
+    if not getattr(getattr(module, "__spec__", None), "_initializing", False):
         process.tell_of_earlier_layers()
-    patches = [Patch(owner, name, process.replacement, takes_a_module, undone=_let_go)]
-    if (loader := loading_class(owner)) is not None:
-        patches.append(Patch(loader, LOADING, lambda upstream: watch_halves(upstream, owner)))
+    try:
+        owner = getattr(module, CLASS, None)
+    except Exception as error:  # a module that imports what it is asked for
+        return _out_of_reach(f"{CLASS} cannot be looked at: {error}", process, versions)
+    if owner is None:
+        return _without_class(module, process, versions)
+    if not isinstance(owner, type):
+        return _out_of_reach(f"{module.__name__}.{CLASS} is no class", process, versions)
+    name = next((hook for hook in HOOKS if hook in vars(owner)), None)
+    if words := _unknown_work(owner, name):
+        words = f"TensorRT-LLM {version}: {module.__name__}.{words}. {_WAYS_OUT}"
+        patch = refusing(owner, words, process.reporter, settings.on_unknown)
+        return TargetPlan((patch,), versions=versions, refusal=words)
+    assert name is not None
+    patches = [Patch(owner, name, process.replacement, undone=_let_go)]
+    if (watch := watching(owner, process.loaded)) is not None:
+        patches.append(watch)
+        process.reporter.summary.checks_at_end.append(process.tell_of_bypassed_layers)
     return TargetPlan(tuple(patches), f"{CLASS}.{name}", versions)
+
+
+def _without_class(module: ModuleType, process: Process, versions: dict[str, str]) -> TargetPlan:
+    """Nothing to fix, unless b12x is prepared elsewhere, as in drafts of the backend."""
+    file = getattr(module, "__file__", None)
+    maker = wrapper_maker(Path(file).parent) if file else None
+    if maker is None:
+        return TargetPlan((), f"{module.__name__} has no {CLASS}: nothing to fix", versions)
+    words = f"{module.__name__} has no {CLASS}, but {maker} beside it makes b12x wrappers"
+    return _out_of_reach(words, process, versions)
+
+
+def _out_of_reach(words: str, process: Process, versions: dict[str, str]) -> TargetPlan:
+    """Nothing can be patched, so nobody can be refused: said now, and by the status."""
+    words = f"TensorRT-LLM {process.version}: {words}, where this package repairs nothing"
+    process.reporter.warn(f"{words}. On SM120 and SM121 {_WAYS_OUT}")
+    return TargetPlan((), versions=versions, refusal=words)
+
+
+def _unknown_work(owner: type, name: str | None) -> str:
+    """What is not as known about the method that prepares b12x, or nothing."""
+    if name is None:
+        return (
+            f"{CLASS} defines neither {' nor '.join(HOOKS)}, so where it prepares b12x's scales "
+            "is not known"
+        )
+    complaint = takes_a_module(vars(owner)[name])
+    return f"{CLASS}.{name} is not as known: {complaint}" if complaint else ""
 
 
 #: Of the whole process: layers stay repaired, and need it, when patches are undone or made anew.
@@ -109,16 +140,19 @@ def _let_go() -> None:
         _HOLD.release()
 
 
-def takes_a_module(upstream: Hook) -> str | None:
+def takes_a_module(upstream: Any) -> str | None:
     """What is not as known about the method's parameters, or ``None``."""
-    parameters = list(inspect.signature(upstream).parameters.values())
+    try:
+        if isinstance(upstream, staticmethod):  # which can be called, but gets no self
+            raise TypeError
+        signature = inspect.signature(upstream)
+    except (TypeError, ValueError):  # also a classmethod, a property, a C function
+        return f"it is a {type(upstream).__name__}, known is a method (self, module)"
+    parameters = list(signature.parameters.values())
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(parameters) == len(needed) == 2 and needed[1].name == "module":
         return None
-    return (
-        f"it takes {inspect.signature(upstream)}, known is (self, module); set "
-        "TRTLLM_B12X_FIX=off and moe_config.backend: CUTLASS, or report the version"
-    )
+    return f"it takes {signature}, known is (self, module)"
 
 
 def tensorrt_llm_version() -> str:
@@ -129,6 +163,14 @@ def tensorrt_llm_version() -> str:
         except Exception:  # absent, or metadata that cannot be read: it is for messages alone
             continue
     return "of unknown version"
+
+
+def _is_baked(layer: Any) -> bool:
+    """By memory: scales that lie in the parameters are no copy, so nobody baked them."""
+    try:
+        return bool(baked_bytes(layer)) and not is_weight_only(layer)
+    except Exception:  # any module at all: some raise whatever they like when asked for something
+        return False
 
 
 @dataclass
@@ -144,6 +186,8 @@ class Process:
     _verified: int = 0
     #: Why b12x is not to be trusted in this process: a live check that failed.
     _condemned: str = ""
+    #: Layers whose weights were loaded, and that are to be prepared.
+    _awaited: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         self.reporter = Reporter(self.version)
@@ -153,13 +197,33 @@ class Process:
 
         @functools.wraps(upstream)
         def prepare(method: Any, module: Any) -> None:
-            restore_decode(module)
-            self._before(module)
-            upstream(method, module)
-            with self._lock:
-                self._after(module)
+            with self.reporter.summary.quiet.interrupted():
+                self._awaited.discard(module)
+                restore_decode(module)
+                self._before(module)
+                upstream(method, module)
+                try:
+                    with self._lock:
+                        self._after(module)
+                except BaseException:  # an interrupt, too
+                    # Whoever goes on in spite of it must not decode with what upstream prepared.
+                    module._b12x_weights = None
+                    module.b12x_wrapper = None
+                    raise
 
         return prepare
+
+    def loaded(self, module: Any) -> None:
+        """A layer of the class, or of a subclass, has its weights: our method should be next."""
+        with self.reporter.summary.quiet.interrupted():
+            self._awaited.add(module)
+
+    def tell_of_bypassed_layers(self) -> None:
+        """Layers that someone else prepared: a subclass whose method does not call upstream's."""
+        for layer in list(self._awaited):
+            if _is_baked(layer):
+                self._awaited.discard(layer)
+                self.reporter.bypassed(layer)
 
     def tell_of_earlier_layers(self) -> None:
         """Layers prepared before the fix was on stay baked: CUDA graphs may hold their memory."""
@@ -167,8 +231,7 @@ class Process:
             # By type: proxies of other libraries import things when asked for an attribute.
             if not issubclass(type(layer), torch.nn.Module) or layer in _REPAIRED:
                 continue
-            # By memory: scales that lie in the parameters are no copy, so nobody baked them.
-            if baked_bytes(layer) and not is_weight_only(layer):
+            if _is_baked(layer):
                 self.reporter.loaded_before(layer)
 
     @property
@@ -193,8 +256,8 @@ class Process:
         try:
             if words := widen_static(self.contract, int(top_k), self.settings.accumulate):
                 self.reporter.warn(words)
-        except B12xFixError:
-            return  # told after upstream's method, where the policy for unknown versions applies
+        except Exception:  # told after upstream's method, where the policy for unknowns applies
+            return
 
     def _after(self, module: Any) -> None:
         try:
@@ -248,9 +311,6 @@ class Process:
         if self.settings.on_unknown is OnUnknown.FAIL:
             if not isinstance(error, VerificationError):  # which is on record already
                 self.reporter.failed(layer_name(module), str(error))
-            # Whoever goes on in spite of the error must not decode with what upstream prepared.
-            module._b12x_weights = None
-            module.b12x_wrapper = None
             raise type(error)(
                 f"{error}. (TRTLLM_B12X_FIX_ON_UNKNOWN=cutlass would send this layer's decode to "
                 "CUTLASS; for dummy weights set TRTLLM_B12X_FIX=off)"

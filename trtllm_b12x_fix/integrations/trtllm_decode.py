@@ -15,6 +15,8 @@ from trtllm_b12x_fix.integrations.trtllm_contract import ContractError, layer_na
 
 THRESHOLD = "_PREFILL_VIA_CUTLASS_THRESHOLD"
 ROUTE = "_route_to_cutlass"
+#: On a layer that was sent there: its own threshold before, or that it had none.
+_BEFORE = "_trtllm_b12x_fix_threshold"
 
 
 def send_to_cutlass(module: Any, version: str) -> int:
@@ -32,6 +34,8 @@ def send_to_cutlass(module: Any, version: str) -> int:
             f"TensorRT-LLM {version}: {kind.__name__} has no {THRESHOLD} or no {ROUTE}, so decode "
             f"of {layer_name(module)} cannot be sent to CUTLASS: set moe_config.backend: CUTLASS"
         )
+    if _BEFORE not in module.__dict__:
+        setattr(module, _BEFORE, module.__dict__.get(THRESHOLD))
     setattr(module, THRESHOLD, 0)
     freed = baked_bytes(module)
     # Its scales are baked, and nothing calls it any more.
@@ -58,8 +62,13 @@ def baked_bytes(module: Any) -> int:
 
 
 def restore_decode(module: Any) -> None:
-    """Take back what an earlier preparation of the layer decided."""
+    """Take back what an earlier preparation of the layer decided, and nothing else."""
+    if _BEFORE not in module.__dict__:
+        return
+    own = module.__dict__.pop(_BEFORE)
     module.__dict__.pop(THRESHOLD, None)
+    if own is not None:
+        setattr(module, THRESHOLD, own)
 
 
 def goes_to_cutlass(module: Any) -> bool:

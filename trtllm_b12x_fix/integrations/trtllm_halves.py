@@ -9,10 +9,13 @@ weights, and a repair here would make decode and prefill disagree.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from trtllm_b12x_fix.patching import Found, Patch
 
 LOADING = "process_weights_after_loading"
 #: Expert to {"w1": scale, "w3": scale, "w2": scale}, while a layer is being loaded.
@@ -20,26 +23,39 @@ STAGED = "tmp_weight_scale_2"
 _FOUND = "_trtllm_b12x_fix_differing"
 
 
-def loading_class(owner: type) -> type | None:
-    """The class that defines the method in question for the b12x class, or ``None``."""
-    return next((kind for kind in owner.__mro__ if LOADING in vars(kind)), None)
+def watching(owner: type, loaded: Callable[[Any], None]) -> Patch | None:
+    """What looks at a layer's weights while they are loaded; ``None`` where no place is known.
 
+    On the class itself, though it inherits the method: CUTLASS's layers, on every GPU, have the
+    base's.
 
-def watch_halves(upstream: Callable[..., Any], owner: type) -> Callable[..., Any]:
-    """The method that looks before it lets upstream go on; other classes' layers pass through."""
+    Args:
+        loaded: told of each layer of the class or a subclass: it is to be prepared next.
+    """
+    if not inspect.isfunction(inspect.getattr_static(owner, LOADING, None)):
+        return None
+    inherited = LOADING not in vars(owner)
 
-    @functools.wraps(upstream)
-    def process_weights_after_loading(method: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(method, owner):
+    def replacement(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def process_weights_after_loading(
+            method: Any, module: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            loaded(module)
             try:
                 found = _look(getattr(module, STAGED, None))
                 if found is not None:
                     setattr(module, _FOUND, found)
             except Exception:  # a look must never stop a load; upstream warns in any case
                 setattr(module, _FOUND, None)
-        return upstream(method, module, *args, **kwargs)
+            if inherited and isinstance(method, owner):
+                # Looked up anew: others may have patched the base since.
+                return getattr(super(owner, method), LOADING)(module, *args, **kwargs)
+            return upstream(method, module, *args, **kwargs)
 
-    return process_weights_after_loading
+        return process_weights_after_loading
+
+    return Patch(owner, LOADING, replacement, found=Found.ANYWHERE)
 
 
 def _look(staged: Any) -> tuple[int, int, float] | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trtllm_b12x_fix import __version__
 from trtllm_b12x_fix.integrations.trtllm_contract import layer_name
+from trtllm_b12x_fix.integrations.trtllm_summary import Summary, watch
 from trtllm_b12x_fix.integrations.trtllm_verify import VerifyState
 from trtllm_b12x_fix.ledger import LayerCheck, Ledger
 
@@ -25,41 +24,33 @@ class Reporter:
     """Speaks through TensorRT-LLM's own logger where there is one."""
 
     version: str
-    _told: bool = False
+    summary: Summary = field(default_factory=lambda: SUMMARY)
     _warned: set[str] = field(default_factory=set)
-    _counted: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
 
     def layer(self, module: Any, outcome: LayerOutcome, flashinfer: str) -> None:
-        """Record one layer; the first one is announced.
+        """Record one layer; the line that tells of all comes when loading has ended.
 
         Some versions prepare a layer twice, and a reload prepares all again: it counts once, with
         what was done last.
         """
         strategy = outcome.strategy.value if outcome.strategy else _UNCHANGED
-        before = self._counted.get(module)
+        before = self.summary.strategy_of(module)
+        freed = outcome.freed if before is None else 0
         if before != strategy:
-            self._counted[module] = strategy
-            freed = outcome.freed if before is None else 0
             ledger = Ledger.for_process()
             ledger.record(versions={"tensorrt_llm": self.version, "flashinfer": flashinfer})
             ledger.record_layer(strategy, bytes_freed=freed, instead_of=before)
-        if not self._told:
-            self._told = True
-            _logger().info(
-                f"trtllm-b12x-fix {__version__}: {strategy} ({outcome.reason}) on TensorRT-LLM "
-                f"{self.version}, FlashInfer {flashinfer}; {outcome.name} gave back "
-                f"{outcome.freed / 2**20:.1f} MiB of baked scales. All layers of all processes: "
-                "trtllm-b12x-fix status"
-            )
+        versions = f"TensorRT-LLM {self.version}, FlashInfer {flashinfer}"
+        self.summary.layer(module, strategy, outcome.reason, freed, versions)
 
     def verified(self, verification: Verification) -> None:
-        """Record and log a live check."""
+        """Record a live check; whatever has not passed is a warning at once."""
         Ledger.for_process().record_check(
             LayerCheck(verification.layer, verification.state, verification.words)
         )
-        log = _logger()
-        say = log.info if verification.state is VerifyState.PASSED else log.warning
-        say(f"trtllm-b12x-fix: {verification.layer}: {verification.words}")
+        self.summary.verified(verification)
+        if verification.state is not VerifyState.PASSED:
+            _logger().warning(f"trtllm-b12x-fix: {verification.layer}: {verification.words}")
 
     def warn(self, words: str) -> None:
         """Warn, once for the same words."""
@@ -76,7 +67,20 @@ class Reporter:
 
     def loaded_before(self, module: Any) -> None:
         """Record a layer that the fix came too late for."""
-        words = "loaded before the fix was on: its block scales are baked; load it again"
+        self._baked(
+            module, "loaded before the fix was on: its block scales are baked; load it again"
+        )
+
+    def bypassed(self, module: Any) -> None:
+        """Record a layer that was prepared without ever coming to the replaced method."""
+        kind = type(getattr(module, "quant_method", None)).__qualname__
+        self._baked(
+            module,
+            f"prepared past the fix, by a method ({kind}) that does not call the one that is "
+            "replaced: its block scales are baked; set moe_config.backend: CUTLASS",
+        )
+
+    def _baked(self, module: Any, words: str) -> None:
         name = layer_name(module)
         Ledger.for_process().record_check(LayerCheck(name, VerifyState.FAILED, words))
         self.warn(f"{name}: {words}")
@@ -86,3 +90,8 @@ def _logger() -> Any:
     """TensorRT-LLM's logger, whose lines an operator reads; Python's where it is not loaded."""
     module = sys.modules.get("tensorrt_llm.logger")
     return getattr(module, "logger", None) or logging.getLogger("trtllm_b12x_fix")
+
+
+#: Of the whole process: modules are imported again, layers stay.
+SUMMARY: Summary = Summary(_logger)
+watch(SUMMARY)

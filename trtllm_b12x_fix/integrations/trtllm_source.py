@@ -23,6 +23,7 @@ from pathlib import Path
 
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.integrations.installed import Package, find_package
+from trtllm_b12x_fix.integrations.regular_files import regular_bytes
 from trtllm_b12x_fix.integrations.targets import TARGET_MODULES
 from trtllm_b12x_fix.integrations.trtllm_dataflow import (
     INPUT_GLOBAL_SCALE,
@@ -83,6 +84,7 @@ class SourceReading:
         quant_mode: whether the wrapper is told ``quant_mode``.
         patch_strategy: of the block that emit-patch made.
         reason: why the handling is unknown.
+        unknown_hook: why the fix refuses the class's layers, empty where it knows what to patch.
     """
 
     module: str
@@ -95,6 +97,7 @@ class SourceReading:
     told_size: ToldSize = ToldSize.UNKNOWN
     patch_strategy: str | None = None
     reason: str = ""
+    unknown_hook: str = ""
 
     @property
     def is_watched(self) -> bool:
@@ -191,6 +194,20 @@ def _elsewhere(package: Path) -> SourceReading | None:
     return makes or names
 
 
+def wrapper_maker(folder: Path) -> str | None:
+    """The file below a folder that makes a b12x wrapper, by its text; cheap: a few megabytes.
+
+    Files that cannot be read are passed over: this is asked while TensorRT-LLM is imported.
+    """
+    for path in sorted(folder.rglob("*.py")):
+        try:
+            if _USES_WRAPPER.search(regular_bytes(path)):
+                return str(path.relative_to(folder))
+        except OSError:
+            continue
+    return None
+
+
 def _unknown(module: str, path: Path, reason: str) -> SourceReading:
     return SourceReading(module, path, ScaleHandling.UNKNOWN, reason=reason)
 
@@ -204,13 +221,8 @@ def _modules(package: Path) -> Iterator[Path]:
 
 
 def _bytes(path: Path) -> bytes:
-    """Of a regular file alone: a pipe would never end."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(handle, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise SourceError(f"{path}: cannot be read: it is not a regular file")
-            return stream.read()
+        return regular_bytes(path)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -248,7 +260,9 @@ def read_source(path: Path, module: str) -> SourceReading:
     hook = source.hook
     if hook is None:
         reason = f"{CLASS} defines neither {' nor '.join(HOOKS)}"
-        return SourceReading(module, path, ScaleHandling.UNKNOWN, reason=reason)
+        return SourceReading(
+            module, path, ScaleHandling.UNKNOWN, reason=reason, unknown_hook=reason
+        )
     code = HookCode(source.tree, source.method_class, hook)
     bakes = code.baking_casts()
     found = find_block(hook, source.lines)
@@ -267,7 +281,18 @@ def read_source(path: Path, module: str) -> SourceReading:
         told_size=_told_size(code, wrapper),
         patch_strategy=None if found is None else found.strategy.value,
         reason=reason,
+        unknown_hook=_signature(hook),
     )
+
+
+def _signature(hook: ast.FunctionDef) -> str:
+    """As the fix sees it when the class is imported: anything but (self, module) is refused."""
+    given = hook.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args)]
+    more = (given.vararg, given.kwarg, *given.kwonlyargs, *given.defaults)
+    if names[1:] == ["module"] and not given.posonlyargs and not any(more):
+        return ""
+    return f"{hook.name} takes ({ast.unparse(given)}), known is (self, module)"
 
 
 def _handling(source: ParsedSource, code: HookCode, bakes: bool) -> tuple[ScaleHandling, str]:
