@@ -1,0 +1,1 @@
+"""Paired statistics of two arms that answered the same documents."""

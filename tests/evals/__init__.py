@@ -1,0 +1,1 @@
+"""Tests of the A/B evaluation: sandbox, grading, statistics."""
