@@ -4,8 +4,6 @@ PYTHON ?= python3
 # What to install when $(PYTHON) has no torch. The plain name takes the CUDA
 # build, several GB; a machine without a GPU is better served by a CPU build.
 TORCH ?= torch
-# `all` adds the oracles that no test needs yet.
-ORACLES ?=
 BENCH_JSON ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
@@ -23,7 +21,7 @@ LINT_IMPORTS := $(BIN)/python -c 'from importlinter.cli import lint_imports_comm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-fast lint bench oracles clean
+.PHONY: help setup check test test-fast lint bench oracles canary-servers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,8 +47,11 @@ lint: $(VENV)/.dev ## ruff, mypy and import-linter
 bench: $(VENV)/.dev oracles ## time the package against its peers; BENCH_JSON=file keeps the numbers
 	@$(BIN)/python -m tests.benchmarks.run $(if $(BENCH_JSON),--json "$(BENCH_JSON)")
 
-oracles: $(VENV)/.setup ## fetch other authors' code into .oracles (ORACLES=all: also vLLM)
-	@$(BIN)/python tests/oracles/fetch.py $(if $(filter all,$(ORACLES)),--all)
+oracles: $(VENV)/.setup ## fetch other authors' code into .oracles
+	@$(BIN)/python tests/oracles/fetch.py
+
+canary-servers: $(VENV)/.dev ## build llama-cpp-python's server under .oracles: minutes; its tests are skipped without it
+	@$(BIN)/python -m tests.canary.build_servers
 
 clean: ## remove .venv, caches and build output; the downloads in .oracles stay
 	rm -rf $(VENV) dist build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

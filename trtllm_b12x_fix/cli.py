@@ -24,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trtllm-b12x-fix",
         description="Exact NVFP4 mixture-of-experts scales for TensorRT-LLM's CUTEDSL (b12x) "
         "backend on SM120/121. Serving: doctor (is this environment hit), run (serve with the "
-        "fix), status (what every process did). Checkpoints: scan (which scales the shipped "
+        "fix), status (what every process did), canary (does a served model answer right). "
+        "Checkpoints: scan (which scales the shipped "
         "conversion destroys), check-layer (what that does to a layer's output).",
         epilog=_EPILOG,
     )

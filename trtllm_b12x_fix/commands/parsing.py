@@ -62,3 +62,10 @@ def positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A duration of at most a day, in seconds."""
+    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", text) or float(text) > 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to 86400")
+    return float(text)
