@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.exports import EXPERTS, FAMILIES, Export
+from tests.exports import EXPERTS, FAMILIES, VOCABULARY, Export, qwen3_moe
 from tests.scan_cases import codes, document, run
 from tests.unit.test_scan_statistics import direct, same
 from trtllm_b12x_fix.checkpoint.findings import Severity
@@ -170,6 +171,52 @@ def test_fused_experts_give_the_same_numbers(family, export, tmp_path, turned, w
         if len(parts) == 1:
             assert one.damage == parts[0].damage
             assert one.worst == parts[0].worst
+
+
+# ---- recipes that are no NVFP4 of 16 codes with quantized activations
+
+#: Verdicts of healthy exports; none may be accused of anything.
+RECIPES = {
+    "NVFP4_EXPERTS_ONLY_CFG": Verdict.AFFECTED,
+    "W4A16_NVFP4_CFG": Verdict.NOT_APPLICABLE,
+    "NVFP4_MLP_WEIGHT_ONLY_CFG": Verdict.NOT_APPLICABLE,  # one block scale for 32 codes
+    "W4A8_NVFP4_FP8_CFG": Verdict.NOT_APPLICABLE,  # the same, and FP8 activations
+    "FP8_DEFAULT_CFG": Verdict.NOT_APPLICABLE,
+    "MXFP4_DEFAULT_CFG": Verdict.NOT_APPLICABLE,
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_recipes_are_not_accused(tmp_path, recipe):
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    def calibrate(model: torch.nn.Module) -> None:
+        generator = torch.Generator().manual_seed(1)
+        model(input_ids=torch.randint(VOCABULARY, (2, 32), generator=generator))
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = qwen3_moe()
+        mtq.quantize(model, copy.deepcopy(getattr(mtq, recipe)), calibrate)
+        export_hf_checkpoint(model, export_dir=tmp_path)
+    for weights in (False, True):
+        result = run(tmp_path, weights=weights)
+        assert result.verdict is RECIPES[recipe]
+        assert not [f for f in result.findings if f.severity is Severity.DAMAGE]
+        assert set(codes(result)) <= {"not-run-by-b12x"}
+
+
+def test_an_export_that_lost_its_input_scales(export, tmp_path):
+    for file in export.folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    kept = {n: t for n, t in export.tensors.items() if not n.endswith("input_scale")}
+    save_file(kept, tmp_path / "model.safetensors")
+    result = run(tmp_path)
+    assert result.verdict is Verdict.BROKEN
+    assert "input-scales-lost" in codes(result)
+    assert result.totals.affected_matrices == result.totals.matrices
 
 
 def test_the_quantization_config_is_read(export):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,32 +16,38 @@ from tests.checkpoints import GATED
 from tests.unit import (
     test_scan_command,
     test_scan_completeness,
+    test_scan_declared,
     test_scan_findings,
     test_scan_histogram,
     test_scan_html,
+    test_scan_memory,
     test_scan_robust,
     test_scan_statistics,
+    test_scan_wording,
 )
+from trtllm_b12x_fix.checkpoint import declared, files
+from trtllm_b12x_fix.checkpoint.declared import Activations, Declaration, Scheme
 from trtllm_b12x_fix.commands import scan as scan_command
 from trtllm_b12x_fix.errors import B12xFixError
 from trtllm_b12x_fix.report import scan_document, scan_html, scan_table
 from trtllm_b12x_fix.scan import (
     checks,
-    claims,
     completeness,
     counting,
+    decide_bake,
+    findings,
     histogram,
     inventory,
     matrix,
     multipliers,
-    order,
     reading,
     run,
     statistics,
     summarize,
     verdict,
 )
-from trtllm_b12x_fix.scan.findings import Code, Notebook
+from trtllm_b12x_fix.scan.bake import Bake
+from trtllm_b12x_fix.scan.findings import RULES, Code, Notebook
 from trtllm_b12x_fix.scan.histogram import CountingBackend
 from trtllm_b12x_fix.scan.result import Kind, ScanResult
 
@@ -69,6 +76,8 @@ class Mutant:
         for name in inspect.signature(self.guard).parameters:
             if name in self.arguments:
                 given[name] = self.arguments[name]
+            elif name == "folder" and hasattr(inspect.getmodule(self.guard), "as_table"):
+                given[name] = test_scan_wording.folder._get_wrapped_function()(tmp_path)
             elif name in ("clean", "affected"):
                 module = inspect.getmodule(self.guard)
                 given[name] = inspect.unwrap(getattr(module, name)._get_wrapped_function())(
@@ -89,6 +98,29 @@ def _silent(*codes: Code) -> Any:
     return add
 
 
+def _add_without_details(self, code, where, detail="", blocks=0, *, places=1):
+    add(self, code, where, "", blocks, places=places)
+
+
+add = Notebook.add
+merged = findings._merged
+
+
+def _merged_with(**changed: Any) -> Any:
+    """A finding that says less."""
+
+    def wrong(code, seen):
+        made = merged(code, seen)
+        return replace(made, **{k: v(made) if callable(v) else v for k, v in changed.items()})
+
+    return wrong
+
+
+def _says_nothing_of(name: str) -> Any:
+    document = scan_document._finding
+    return lambda finding: {k: v for k, v in document(finding).items() if k != name}
+
+
 def _truncating(values):
     return (np.ascontiguousarray(np.minimum(values, np.float32(448))) * 0).astype(np.uint8)
 
@@ -104,9 +136,9 @@ statistics_encode = statistics.encode
 tally = statistics.tally
 
 
-def _mean_order(group, counted):
+def _mean_order(group, parts):
     """Ranked by the mean over experts."""
-    made = projection(group, counted)
+    made = projection(group, parts)
     return replace(made, result=replace(made.result, worst=made.result.worst[-1:]))
 
 
@@ -116,16 +148,54 @@ judge_scales = multipliers._judge
 plan = multipliers._plan
 
 
-def one_scale_off(group):
-    group.one_scale = False
+flag = checks._flag
+read_part = counting._Worker._read_part
+count_pieces = counting._Worker._count
+decide = decide_bake.decide_bakes
 
 
-def _skips_last(self, scales, counts):
-    counts += np.bincount(scales[: scales.size // 8 * 8], minlength=256)
+def _plan_with_copies(*arguments):
+    planned = plan(*arguments)
+    arguments[2].one_scale = False
+    return planned
 
 
-def _wraps(self, scales, counts):
-    counts += np.bincount(scales & 0x7F, minlength=256)
+def _skips_last(self, scales, ends, rows, counts):
+    counts[0] += np.bincount(scales[: scales.size // 8 * 8], minlength=256)
+
+
+def _wraps(self, scales, ends, rows, counts):
+    counts[0] += np.bincount(scales & 0x7F, minlength=256)
+
+
+def _first_row(self, scales, ends, rows, counts):
+    counts[rows[0]] += np.bincount(scales, minlength=256)
+
+
+def _never_declared(checkpoint, declaration, groups, notebook):
+    return decide(checkpoint, Declaration([]), groups, notebook)
+
+
+def _take_layer_unknown(self, entry):
+    self._usable = _Nothing()
+    take_layer(self, entry)
+
+
+take_layer = inventory._Taker.take_layer
+
+
+class _Nothing(set):
+    def __contains__(self, _):
+        return False
+
+
+class _EveryBake:
+    YES = WEIGHT_ONLY = Bake.YES
+
+
+class _AlwaysNvfp4(Declaration):
+    def of(self, prefix):
+        return Scheme("NVFP4", Activations.NVFP4)
 
 
 def _counts_zero_blocks(self, scales, codes, nonzero, energy):
@@ -144,6 +214,9 @@ def code_mutant(code: Code, guard: Any, /, **arguments: Any) -> Mutant:
 
 F = test_scan_findings
 C = test_scan_completeness
+D = test_scan_declared
+M = test_scan_memory
+W = test_scan_wording
 MUTANTS = [
     code_mutant(
         Code.NAN_SCALE, F.test_bytes_that_no_block_scale_has,
@@ -208,6 +281,12 @@ MUTANTS = [
     code_mutant(Code.ASSUMPTION, C.test_powers_of_two_are_no_zero_blocks),
     code_mutant(Code.MISSING_EXPERTS, C.test_the_last_expert_is_missing, said="router"),
     code_mutant(Code.WEIGHT_ONLY, C.test_a_layer_without_input_scales),
+    code_mutant(
+        Code.LOST_INPUTS, D.test_a_layer_that_declares_nvfp4_and_has_no_input_scales,
+        own=D.NVFP4, shared=None,
+    ),
+    code_mutant(Code.UNUSED_INPUTS, D.test_weight_only_with_input_scales_is_a_note),
+    code_mutant(Code.SHAPES, F.test_an_expert_of_another_size, projection="down_proj"),
     code_mutant(Code.NOT_RUN, C.test_layers_that_b12x_does_not_run, suffix="bias"),
     code_mutant(Code.OMITTED, C.test_matrices_that_the_index_omits, stray=True),
     Mutant(
@@ -233,8 +312,8 @@ MUTANTS = [
     Mutant(
         "a NaN is a scale that was not there",
         multipliers, "_judge",
-        lambda checkpoint, group, read, notebook: judge_scales(
-            checkpoint, group, tuple(mask & False for mask in read), notebook
+        lambda checkpoint, group, scale, notebook: judge_scales(
+            checkpoint, group, scale._replace(read=scale.read & False), notebook
         ),
         C.test_every_nan_is_read,
     ),
@@ -250,7 +329,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stack's one scale is copied",
-        multipliers, "_plan", lambda *arguments: (plan(*arguments), one_scale_off(arguments[2])),
+        multipliers, "_plan", _plan_with_copies,
         C.test_stacks_under_other_names, {"each": False},
     ),
     Mutant(
@@ -280,7 +359,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lone surrogate is text",
-        scan_document, "_encodable", lambda value: value,
+        scan_document, "shown", lambda value: value,
         C.test_json_has_no_lone_surrogate,
     ),
     Mutant(
@@ -333,13 +412,57 @@ MUTANTS = [
         test_scan_histogram.test_negative_zero_is_zero,
     ),
     Mutant(
-        "pieces overlap",
+        "pieces go to other matrices",
         counting._Worker, "_count",
-        lambda self, span, place: self._counter.count(
-            np.zeros(span.size, np.uint8), self._tallies.counts[place]
-        ),
+        lambda self, scales, ends, rows: count_pieces(self, scales, ends, rows[::-1]),
         test_scan_histogram.test_files_are_counted_like_tensors,
         {"weights": False, "threads": 1},
+    ),
+    Mutant(
+        "a buffer is of one matrix",
+        histogram.NumpyCounter, "count", _first_row,
+        test_scan_histogram.test_pieces_go_to_their_rows,
+        {"backend": CountingBackend.NUMPY, "below": 127},
+    ),
+    Mutant(
+        "all counts are kept",
+        counting, "_bundles",
+        lambda groups: [[counting._Part(group, 0, len(group)) for group in groups]],
+        M.test_memory_does_not_grow_with_the_number_of_experts,
+    ),
+    Mutant(
+        "places start anew in every part",
+        counting.Counted, "end", property(lambda self: len(self.counts)),
+        M.test_a_projection_in_parts_is_one_in_a_piece, {"weights": False},
+    ),
+    Mutant(
+        "an expert is named by its place in a part",
+        checks, "_flag",
+        lambda group, first, notebook, code, blocks: flag(group, 0, notebook, code, blocks),
+        M.test_findings_name_the_expert_wherever_the_parts_are_cut, {"fault": 0x7F},
+    ),
+    Mutant(
+        "turned experts are straight",
+        counting._Worker, "_turned_pieces", counting._Worker._pieces,
+        M.test_turned_experts_are_read_in_pieces, {"piece": 48},
+    ),
+    Mutant(
+        "a line is read from its start",
+        counting._Worker, "_read_part",
+        lambda self, span, width, first, many, part: read_part(
+            self, span, width, first, many, slice(0, part.stop - part.start)
+        ),
+        M.test_turned_experts_are_read_in_pieces, {"piece": 7},
+    ),
+    Mutant(
+        "files stay open",
+        reading.Shards, "__exit__", lambda *_: None,
+        M.test_more_shards_than_handles,
+    ),
+    Mutant(
+        "fused experts are records",
+        inventory.Group, "units", lambda self, first=0, end=None: iter(()),
+        M.test_a_listing_keeps_fused_experts_as_one_record,
     ),
     Mutant(
         "a short read is a read",
@@ -365,7 +488,7 @@ MUTANTS = [
     ),
     Mutant(
         "order is never looked at",
-        order, "looks_swizzled", lambda scales: False,
+        run, "looks_swizzled", lambda scales: False,
         F.test_swizzled_scales_of_the_same_size, {"few": True},
     ),
     Mutant(
@@ -376,13 +499,152 @@ MUTANTS = [
     ),
     Mutant(
         "the config is not compared",
-        claims, "compare", lambda *_: None,
+        completeness, "_note_claim", lambda *_: None,
         F.test_a_config_of_another_model,
     ),
     Mutant(
         "W4A16 is baked",
-        verdict, "W4A16", "another",
+        run, "decide_bakes", _never_declared,
         C.test_w4a16_by_name_with_input_scales,
+    ),
+    Mutant(
+        "W4A16 is not known",
+        declared, "_ALGORITHMS", {"NVFP4": Activations.NVFP4},
+        D.test_weight_only_is_not_accused, {"own": D.W4A16, "shared": None},
+    ),
+    Mutant(
+        "what nothing declares is NVFP4",
+        run, "read_declaration", lambda _: _AlwaysNvfp4([]),
+        D.test_what_nothing_declares_is_a_note, {"shared": None},
+    ),
+    Mutant(
+        "config.json counts before ModelOpt's own file",
+        declared, "reversed", lambda found: found,
+        D.test_a_layer_that_declares_nvfp4_and_has_no_input_scales,
+        {"own": D.NVFP4, "shared": D.groups(None)},
+    ),
+    Mutant(
+        "a layer's own declaration is not read",
+        Declaration, "_below", lambda self, prefix: iter(()),
+        D.test_weight_only_is_not_accused,
+        {"own": D.mixed(b5="W4A16_NVFP4", b6="NVFP4"), "shared": None},
+    ),
+    Mutant(
+        "groups of a config are not read",
+        declared, "_from_groups", lambda _: (Scheme(), {}),
+        D.test_a_layer_that_declares_nvfp4_and_has_no_input_scales,
+        {"own": None, "shared": D.groups(D.FP4)},
+    ),
+    Mutant(
+        "groups that disagree are all like the last",
+        declared, "_from_groups",
+        lambda groups: (Scheme(None, Activations.NVFP4), {}),
+        D.test_what_nothing_declares_is_a_note, {"shared": D.groups(D.FP4, None)},
+    ),
+    Mutant(
+        "activations of any format are NVFP4",
+        declared, "_activations", lambda entry: Activations.NVFP4,
+        D.test_activations_that_b12x_does_not_take, {"own": None, "shared": D.groups(D.FP8)},
+    ),
+    Mutant(
+        "wide blocks are broken NVFP4",
+        completeness, "_is_sound", lambda *_: False,
+        D.test_other_formats_with_wide_blocks_are_sound, {"own": None},
+    ),
+    Mutant(
+        "wide blocks are not seen",
+        inventory, "is_wide", lambda *_: False,
+        D.test_other_formats_with_wide_blocks_are_sound, {"own": None},
+    ),
+    Mutant(
+        "wide blocks in a usable layer are another format",
+        inventory._Taker, "take_layer", _take_layer_unknown,
+        D.test_one_matrix_with_wide_blocks_is_damage,
+    ),
+    Mutant(
+        "a dense linear with wide blocks is none of ours",
+        decide_bake, "_decide_wide", lambda *_: False,
+        D.test_a_dense_linear_with_wide_blocks_in_nvfp4_is_damage,
+    ),
+    Mutant(
+        "wide blocks are baked",
+        inventory.Group, "is_wide", property(lambda self: False),
+        D.test_wide_blocks_of_experts_under_unknown_names, {"own": None},
+    ),
+    Mutant(
+        "wide blocks are sound wherever they are",
+        completeness, "_is_sound", lambda *_: True,
+        D.test_wide_blocks_in_nvfp4_are_damage,
+    ),
+    Mutant(
+        "a quantization config that is no file is none",
+        declared, "read_config", lambda *_: {},
+        D.test_a_quantization_config_that_is_none_is_not_called_absent, {"kind": "folder"},
+    ),
+    Mutant(
+        "what no index names is forgotten",
+        files, "_strays", lambda *_: {},
+        C.test_matrices_that_the_index_omits, {"stray": True},
+    ),
+    Mutant(
+        "where a finding was is not said",
+        findings, "_merged", _merged_with(message=lambda made: RULES[Code(made.code)].text),
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "the tensor is not named",
+        findings, "_merged", _merged_with(tensor=""),
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "the layer is not named",
+        findings, "_merged", _merged_with(layer=""),
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "the expert is not named",
+        findings, "_merged", _merged_with(expert=None),
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "the file is not named",
+        findings, "_merged", _merged_with(file=""),
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "every finding is one place",
+        findings, "_merged", _merged_with(count=1),
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "nobody says what to do",
+        findings, "_merged", _merged_with(advice=""),
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "how much of an expert is not said",
+        Notebook, "add", _add_without_details,
+        W.test_a_finding_has_all_of_it,
+    ),
+    Mutant(
+        "the table keeps advice to itself",
+        scan_table, "_finding", lambda finding: finding.code,
+        W.test_every_report_says_it, {"report": "table"},
+    ),
+    Mutant(
+        "the page has no findings",
+        scan_html, "_findings", lambda result: "",
+        W.test_every_report_says_it, {"report": "html"},
+    ),
+    Mutant(
+        "JSON has no advice",
+        scan_document, "_finding", _says_nothing_of("advice"),
+        W.test_every_report_says_it, {"report": "json"},
+    ),
+    Mutant(
+        "JSON has no message",
+        scan_document, "_finding", _says_nothing_of("message"),
+        W.test_every_report_says_it, {"report": "json"},
     ),
     Mutant(
         "a failed check is no exit code",
@@ -410,6 +672,11 @@ MUTANTS = [
         test_scan_command.test_traps_and_copies_follow_version_and_size,
     ),
     Mutant(
+        "b12x bakes whatever a layer is",
+        run, "Bake", _EveryBake,
+        D.test_the_matrix_says_that_weight_only_is_not_rounded_twice,
+    ),
+    Mutant(
         "any size can be cut",
         matrix, "_BLOCK", 1,
         test_scan_command.test_a_shape_that_cannot_be_cut,
@@ -434,9 +701,10 @@ def test_every_code_has_a_mutant():
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_wrong_scan_is_caught(mutant, monkeypatch, tmp_path):
-    if not hasattr(mutant.owner, mutant.attribute):
+    is_builtin = hasattr(builtins, mutant.attribute)
+    if not hasattr(mutant.owner, mutant.attribute) and not is_builtin:
         pytest.fail(f"nothing is called {mutant.attribute}")
-    monkeypatch.setattr(mutant.owner, mutant.attribute, mutant.wrong)
+    monkeypatch.setattr(mutant.owner, mutant.attribute, mutant.wrong, raising=not is_builtin)
     with monkeypatch.context() as inner:
         # An error of ours, or a value missing where the test looks, is a failure of it, too.
         caught = (AssertionError, pytest.fail.Exception, B12xFixError, ValueError)

@@ -24,13 +24,15 @@ from tests.scan_cases import (
     tensor,
     with_dense,
 )
+from trtllm_b12x_fix import cli
+from trtllm_b12x_fix.checkpoint import declared
 from trtllm_b12x_fix.commands import scan as scan_command
 from trtllm_b12x_fix.commands.progress import ProgressLine
 from trtllm_b12x_fix.doctor import model as doctor_model
 from trtllm_b12x_fix.doctor.advisories import LayerShape, second_copy_bytes
 from trtllm_b12x_fix.emulator.contract import KNOWN_VERSIONS
 from trtllm_b12x_fix.report.scan_document import SCHEMA, SEVERAL_SCHEMA
-from trtllm_b12x_fix.scan import matrix, verdict
+from trtllm_b12x_fix.scan import matrix
 from trtllm_b12x_fix.scan.counting import Meter
 from trtllm_b12x_fix.scan.matrix import Backend, Fit, backend_matrix
 from trtllm_b12x_fix.scan.result import BLIND, FailOn
@@ -132,11 +134,19 @@ def test_targets_that_cannot_be_written(clean, arguments, word):
     assert word in err
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", "x", "1.5"])
+@pytest.mark.parametrize("threads", ["0", "-1", "x", "1.5", "65", "1000000"])
 def test_threads_must_be_a_number(clean, threads):
     with pytest.raises(SystemExit) as error:
         command(clean, "--threads", threads)
     assert error.value.code == 2
+
+
+def test_an_empty_path_is_not_the_working_directory(clean, monkeypatch, capsys):
+    monkeypatch.chdir(clean)
+    with pytest.raises(SystemExit) as error:
+        scan_command.run(cli.build_parser().parse_args(["scan", ""]))
+    assert error.value.code == 2
+    assert "an empty path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("fail_on", "expected"), [("damage", 1), ("findings", 1), ("never", 0)])
@@ -175,7 +185,7 @@ def test_threads_and_storage_do_not_change_the_numbers(tmp_path):
 def test_names_agree():
     assert tuple(one.value for one in FailOn) == scan_command.FAIL_ON
     assert matrix.VERSIONS == KNOWN_VERSIONS
-    assert verdict.W4A16 == doctor_model.W4A16
+    assert declared.W4A16 == doctor_model.W4A16
 
 
 def test_neither_torch_nor_safetensors_is_needed(clean):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import EXPERTS, entry, linear, raw, save, shard_names, write_index
+from tests.checkpoints import EXPERTS, entry, experts, linear, raw, save, shard_names, write_index
 from tests.scan_cases import (
     CONFIG,
     LARGE,
@@ -202,12 +202,12 @@ def test_nothing_but_ones_is_undecided(tmp_path):
 
 
 def test_a_clean_reason_names_zeros(tmp_path):
-    tensors = sound(scale=LARGE)
-    name = tensor("down_proj", "weight_scale")
-    large = torch.randint(0x60, 0x7E, (64, 64)).to(torch.uint8)
-    large[:2, 0] = 0x10
-    tensors[name] = large.view(FLOAT8)
-    tensors[tensor("down_proj", "weight")] = torch.ones(64, 512, dtype=torch.uint8)
+    tensors = experts(PREFIX, intermediate=1024)
+    for name in tensors:
+        if name.endswith("weight_scale_2"):
+            tensors[name] = torch.tensor(LARGE)
+    scales = tensors[tensor("down_proj", "weight_scale")].view(torch.uint8)
+    scales[:2, 0] = 0x10
     result = scan_of(tmp_path, tensors)
     assert result.verdict is Verdict.CLEAN
     assert "most become 0 in " + PREFIX + ".down_proj, expert 2: 0.05%" in result.reason
@@ -264,7 +264,7 @@ def test_a_layer_without_input_scales(tmp_path):
     assert (alone.verdict, set(codes(alone))) == (Verdict.NOT_APPLICABLE, {"no-input-scales"})
     both = scan_of(tmp_path, bare | other)
     assert (both.verdict, both.totals.affected_matrices) == (Verdict.CLEAN, 0)
-    assert "1 layers without input scales" in both.reason
+    assert "1 layers are not baked (W4A16" in both.reason
 
 
 def test_w4a16_by_name_with_input_scales(tmp_path):

@@ -28,9 +28,7 @@ from tests.scan_cases import (
 )
 from trtllm_b12x_fix.checkpoint import embedded
 from trtllm_b12x_fix.checkpoint.findings import Severity
-from trtllm_b12x_fix.checkpoint.scale_order import looks_swizzled as with_torch
 from trtllm_b12x_fix.formats.scale_layout import swizzle
-from trtllm_b12x_fix.scan import order
 from trtllm_b12x_fix.scan import run as scanning
 from trtllm_b12x_fix.scan.findings import RULES, Code
 from trtllm_b12x_fix.scan.result import FailOn, Kind, Verdict
@@ -261,6 +259,19 @@ def test_codes_and_scales_that_do_not_fit(tmp_path, short):
     assert result.verdict is Verdict.BROKEN
 
 
+@pytest.mark.parametrize("projection", GATED)
+def test_an_expert_of_another_size(tmp_path, projection):
+    """Codes and scales fit each other, and not the layer."""
+    tensors = sound()
+    for short in ("weight", "weight_scale"):
+        tensors[tensor(projection, short)] = tensors[tensor(projection, short)][:16].clone()
+    result = scan_of(tmp_path, tensors)
+    finding = only(result, "expert-shapes-differ")
+    assert (finding.expert, finding.tensor) == (EXPERT, tensor(projection, "weight_scale"))
+    assert (result.verdict, finding.severity) == (Verdict.BROKEN, Severity.DAMAGE)
+    assert "block scales [16, " in finding.message
+
+
 def test_swizzled_scales_of_another_size_are_named(tmp_path):
     tensors = sound()
     name = tensor("down_proj", "weight_scale")
@@ -283,18 +294,6 @@ def test_swizzled_scales_of_the_same_size(tmp_path, monkeypatch, few):
     finding = only(result, "scales-look-swizzled")
     assert result.verdict is Verdict.BROKEN
     assert ("1 of 6 matrices was looked at" in finding.message) == (not few)
-
-
-def test_the_order_is_judged_as_with_torch():
-    tensors = load_file(embedded.PATH)
-    scales = [t.view(torch.uint8) for n, t in tensors.items() if n.endswith("weight_scale")]
-    answers = set()
-    for one in (*scales, *map(swizzle, scales)):
-        if one.shape[0] % 128 or one.shape[1] % 4:
-            continue
-        answers.add(with_torch(one))
-        assert order.looks_swizzled(one.numpy()) == with_torch(one)
-    assert answers == {True, False}
 
 
 def test_missing_matrices_make_a_layer_unusable_and_are_still_scanned(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import save
-from tests.scan_cases import sound
+from tests.scan_cases import PREFIX, sound
 from trtllm_b12x_fix.checkpoint.files import open_checkpoint
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.formats import e2m1
@@ -23,9 +25,10 @@ BACKENDS = tuple(CountingBackend)
 
 
 def counted(backend: CountingBackend, scales: np.ndarray) -> np.ndarray:
-    counts = np.zeros(256, np.int64)
-    histogram.make_counter(backend).count(scales, counts)
-    return counts
+    counts = np.zeros((1, 256), np.int64)
+    whole = np.array([scales.size]), np.array([0])
+    histogram.make_counter(backend).count(scales, *whole, counts)
+    return counts[0]
 
 
 def weighed(backend: CountingBackend, scales, codes) -> tuple[np.ndarray, np.ndarray]:
@@ -67,10 +70,26 @@ def test_one_high_byte_in_a_word_changes_no_other_count(backend, place):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_counting_adds_up(backend):
-    counter, counts = histogram.make_counter(backend), np.zeros(256, np.int64)
+    counter, counts = histogram.make_counter(backend), np.zeros((3, 256), np.int64)
     for _ in range(3):
-        counter.count(np.full(1000, 7, np.uint8), counts)
-    assert counts[7] == counts.sum() == 3000
+        counter.count(np.full(1000, 7, np.uint8), np.array([1000]), np.array([1]), counts)
+    assert counts[1, 7] == counts.sum() == 3000
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("below", [127, 256])
+def test_pieces_go_to_their_rows(backend, below):
+    """Pieces that start and end anywhere, few and many bytes, two of one matrix, an empty one."""
+    rng = np.random.default_rng(below)
+    ends = np.cumsum([3, 9000, 0, 13, 4095, 4096, 7, 20_001, 5])
+    rows = np.array([4, 0, 1, 2, 0, 3, 6, 5, 4])
+    scales = rng.integers(0, below, ends[-1]).astype(np.uint8)
+    counts = np.zeros((7, 256), np.int64)
+    histogram.make_counter(backend).count(scales, ends, rows, counts)
+    expected = np.zeros_like(counts)
+    for begin, end, row in zip([0, *ends], ends, rows, strict=False):
+        expected[row] += np.bincount(scales[begin:end], minlength=256)
+    assert (counts == expected).all()
 
 
 @settings(max_examples=60)
@@ -126,7 +145,19 @@ def all_counts(folder, backend, threads, *, weights):
         groups = take(checkpoint, shards, Notebook()).groups
         meter = counting.Meter(1, lambda _: None)
         found = counting.count(shards, groups, backend, threads, meter, weights=weights)
-        return {(group.layer, group.projection): counted for group, counted in found}
+        parts = defaultdict(list)
+        for group, counted in found:
+            assert counted.first == sum(len(part.counts) for part in parts[group.projection])
+            parts[group.projection].append(counted)
+        return {projection: joined(counts) for projection, counts in parts.items()}
+
+
+def joined(parts: list[counting.Counted]) -> counting.Counted:
+    """All matrices of a projection, whatever parts they were counted in."""
+    names = ("counts", "nonzero", "energy")
+    columns = [[getattr(part, name) for part in parts] for name in names]
+    whole = [None if one[0] is None else np.concatenate(one) for one in columns]
+    return counting.Counted(*whole)
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -134,6 +165,7 @@ def all_counts(folder, backend, threads, *, weights):
 def test_files_are_counted_like_tensors(tmp_path, monkeypatch, threads, weights):
     # Small pieces and bundles, so that every seam is crossed.
     monkeypatch.setattr(counting, "_PIECE", 24)
+    monkeypatch.setattr(counting, "_PIECE_WITH_CODES", 24)
     monkeypatch.setattr(counting, "_TASK", 200)
     monkeypatch.setattr(counting, "_BUNDLE", 5)
     tensors = sound()
@@ -141,9 +173,9 @@ def test_files_are_counted_like_tensors(tmp_path, monkeypatch, threads, weights)
     for backend in BACKENDS:
         found = all_counts(tmp_path, backend, threads, weights=weights)
         assert len(found) == 3
-        for (layer, projection), got in found.items():
+        for projection, got in found.items():
             for expert in range(4):
-                base = f"{layer}.{expert}.{projection}"
+                base = f"{PREFIX}.{expert}.{projection}"
                 scales = tensors[f"{base}.weight_scale"].view(torch.uint8).numpy().ravel()
                 assert (got.counts[expert] == np.bincount(scales, minlength=256)).all()
                 if weights:

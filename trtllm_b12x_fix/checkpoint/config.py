@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trtllm_b12x_fix.checkpoint import conventions
+from trtllm_b12x_fix.checkpoint.claims import Claims, brief
 from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
 from trtllm_b12x_fix.checkpoint.layers import LayerEntry
 from trtllm_b12x_fix.checkpoint.router import Renormalize, RouterSpec, Scoring
@@ -15,42 +14,8 @@ from trtllm_b12x_fix.layer import Activation
 _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
 
 
-def brief(value: object) -> str:
-    """A value of a config for a message, cut where it would fill the terminal."""
-    # Only the start of a long text or number is rendered: repr of a huge integer is slow, too.
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value[:61] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else f"{text[:56]} ..."
-
-
-class ModelConfig:
-    """A ``config.json``, its text section where it has several."""
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        sections = [raw.get(name) for name in conventions.CONFIG_SECTIONS]
-        inner = next((section for section in sections if isinstance(section, dict)), {})
-        self._values = {**raw, **inner}
-
-    def _first(self, keys: tuple[str, ...]) -> Any:
-        return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
-
-    def _integer(self, key: str, default: int) -> int:
-        value = self._values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise InputError(f"config.json: {key} must be a positive integer, got {brief(value)}")
-        return value
-
-    def top_k(self) -> int | None:
-        """Experts per token, where the config says.
-
-        Raises:
-            InputError: it is not a positive integer.
-        """
-        key = next((k for k in conventions.TOP_K_KEYS if self._values.get(k) is not None), None)
-        return self._integer(key, 1) if key else None
+class ModelConfig(Claims):
+    """What a ``config.json`` says of activation and routing."""
 
     def activation(self, entry: LayerEntry) -> Activation:
         """The layer's activation: gated layers are SwiGLU, others relu2.
@@ -58,7 +23,7 @@ class ModelConfig:
         Raises:
             InputError: the config names one that is not emulated, or contradicts the tensors.
         """
-        name = self._first(conventions.ACTIVATION_KEYS)
+        name = self.first(conventions.ACTIVATION_KEYS)
         if name is None:
             return Activation.SILU if entry.is_gated else Activation.RELU2
         activation = _ACTIVATIONS.get(str(name).lower())
@@ -83,7 +48,7 @@ class ModelConfig:
         """The config key that makes this gated layer's SwiGLU another function, or nothing."""
         if not entry.is_gated:
             return ""
-        present = (key for key in conventions.SWIGLU_KEYS if self._values.get(key) is not None)
+        present = (key for key in conventions.SWIGLU_KEYS if self.get(key) is not None)
         return next((f"{key} {brief(self._values[key])}" for key in present), "")
 
     def activation_name(self, entry: LayerEntry) -> str:
@@ -91,20 +56,20 @@ class ModelConfig:
         try:
             return self.activation(entry).value
         except InputError:
-            return f"{brief(self._first(conventions.ACTIVATION_KEYS))} (cannot be checked)"
+            return f"{brief(self.first(conventions.ACTIVATION_KEYS))} (cannot be checked)"
 
     @property
     def names_a_model(self) -> bool:
         """Whether it says what model this is; without that, its router's rules are not known."""
-        return self._values.get("model_type") is not None
+        return self.get("model_type") is not None
 
     @property
     def is_latent(self) -> bool:
         """Whether experts work at a smaller size than the model."""
-        return self._values.get(conventions.LATENT_KEY) is not None
+        return self.get(conventions.LATENT_KEY) is not None
 
     def _rule(self) -> conventions.RoutingRule | None:
-        model = self._values.get("model_type")
+        model = self.get("model_type")
         return conventions.ROUTING.get(model) if isinstance(model, str) else None
 
     def unknown_routing(self) -> str:
@@ -113,21 +78,21 @@ class ModelConfig:
         Raises:
             InputError: a value that makes no sense.
         """
-        rule, model = self._rule(), brief(self._values.get("model_type"))
+        rule, model = self._rule(), brief(self.get("model_type"))
         if self.names_a_model and rule is None:
             return f"the routing of {model} is not emulated"
-        method = self._values.get("topk_method")
+        method = self.get("topk_method")
         if method is not None and method not in conventions.KNOWN_TOPK_METHODS:
             return "config.json names a topk_method that is not emulated"
         for key in conventions.UNREAD_ROUTING_KEYS:
-            if self._values.get(key) is not None:
+            if self.get(key) is not None:
                 return f"config.json has {key}, which is not emulated"
         if rule is None:
             return ""
         scoring = self._scoring()
         if scoring is not None and (scoring is Scoring.SIGMOID) != rule.sigmoid:
             return f"config.json says scoring_func {scoring.value}, {model} has another"
-        limits = (self._integer("n_group", 1), self._integer("topk_group", 1), self._scaling(1.0))
+        limits = (self.integer("n_group", 1), self.integer("topk_group", 1), self._scaling(1.0))
         if rule.groups is None and limits != (1, 1, 1.0):
             return f"config.json limits or scales experts, which {model} does not"
         return ""
@@ -146,7 +111,7 @@ class ModelConfig:
         rule = self._rule()
         if rule is None:
             raise InputError("config.json: no model whose routing is emulated")
-        renormalize = self._values.get("norm_topk_prob")
+        renormalize = self.get("norm_topk_prob")
         if renormalize is not None and not isinstance(renormalize, bool):
             raise InputError(
                 f"config.json: norm_topk_prob must be true or false: {brief(renormalize)}"
@@ -159,13 +124,13 @@ class ModelConfig:
             top_k=top_k,
             scoring=Scoring.SIGMOID if rule.sigmoid else Scoring.SOFTMAX,
             renormalize=Renormalize.YES if renormalize else Renormalize.NO,
-            groups=self._integer("n_group", groups),
-            top_groups=self._integer("topk_group", top_groups),
+            groups=self.integer("n_group", groups),
+            top_groups=self.integer("topk_group", top_groups),
             scaling=self._scaling(rule.scaling),
         )
 
     def _scaling(self, default: float) -> float:
-        scaling = self._values.get("routed_scaling_factor")
+        scaling = self.get("routed_scaling_factor")
         if scaling is None:
             return default
         number = isinstance(scaling, (int, float)) and not isinstance(scaling, bool)
@@ -178,7 +143,7 @@ class ModelConfig:
         return float(scaling)
 
     def _scoring(self) -> Scoring | None:
-        named = self._values.get("scoring_func")
+        named = self.get("scoring_func")
         if named is None:
             return None
         try:
@@ -191,11 +156,6 @@ class ModelConfig:
 
     def contradictions(self, entry: LayerEntry) -> list[Finding]:
         """Where the config says other sizes than the tensors have."""
-        claims = (
-            ("experts", conventions.EXPERT_COUNT_KEYS, entry.experts),
-            ("intermediate size", conventions.INTERMEDIATE_KEYS, entry.intermediate),
-            ("hidden size", (conventions.HIDDEN_KEY,), entry.hidden),
-        )
         findings = []
         if changed := self._changed_swiglu(entry):
             findings.append(
@@ -208,11 +168,11 @@ class ModelConfig:
                     layer=entry.prefix,
                 )
             )
-        for what, keys, actual in claims:
-            claimed = self._first(keys)
-            # Sizes are 0 where the shard that would tell is missing.
-            if isinstance(claimed, int) and actual and claimed != actual:
-                findings.append(_contradiction(what, claimed, actual, entry))
+        findings += [
+            _contradiction(what, claimed, actual, entry)
+            for what, claimed, actual in self.sizes_otherwise(entry)
+            if isinstance(claimed, int)
+        ]
         return findings
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from trtllm_b12x_fix.errors import InputError
@@ -54,6 +55,10 @@ class _Suffixes:
     block_scale: str
     weight_global: str
     input_global: str
+
+    @cached_property
+    def all(self) -> frozenset[str]:
+        return frozenset((self.packed, self.block_scale, self.weight_global, self.input_global))
 
 
 #: Per dialect, the spellings in use: linears (``NAME.weight``) and fused parameters, whose codes
@@ -131,6 +136,12 @@ REFUSED_SUFFIXES = {
     "weight_zero_point": "codes with a zero point, which NVFP4 has none of",
     "weight_g_idx": "columns in an order of their own, which the check does not undo",
 }
+#: Codes to a block scale of NVFP4, and of its relatives (ModelOpt's W4A8_NVFP4_FP8, its weight-only
+#: recipe for MLPs), which have NVFP4's names and dtypes.
+BLOCK, WIDE_BLOCK = 16, 32
+WIDE = (
+    "one block scale for 32 codes; b12x's kernels take one for 16, so this layer never runs on them"
+)
 #: A tensor that only a block of multi-token prediction has: it joins embedding and hidden state.
 PREDICTOR_MARK = re.compile(r"(?P<block>.*\blayers\.[0-9]{1,6}\.)eh_proj\.weight", re.DOTALL)
 #: Where a block's own tensors may begin in a name.
@@ -215,15 +226,30 @@ HIDDEN_KEY, INTERMEDIATE_KEYS = "hidden_size", ("moe_intermediate_size", "interm
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Spelling:
     """The dialect of one matrix and the names of its four tensors."""
 
     dialect: Dialect
-    packed: str
-    block_scale: str
-    weight_global: str
-    input_global: str
+    matrix: str
+    suffixes: _Suffixes
+
+    # Made when asked for: a checkpoint of 90,000 matrices would hold 360,000 names twice.
+    @property
+    def packed(self) -> str:
+        return self.matrix + self.suffixes.packed
+
+    @property
+    def block_scale(self) -> str:
+        return self.matrix + self.suffixes.block_scale
+
+    @property
+    def weight_global(self) -> str:
+        return self.matrix + self.suffixes.weight_global
+
+    @property
+    def input_global(self) -> str:
+        return self.matrix + self.suffixes.input_global
 
     @property
     def tensors(self) -> tuple[str, str, str, str]:
@@ -234,16 +260,9 @@ def spelling_of(source: TensorSource, matrix: str) -> Spelling | None:
     """How the matrix named ``matrix`` is spelled, ``None`` where no dialect's codes and block
     scales are there."""
     for dialect, suffixes in _SPELLINGS:
-        packed, block_scale = matrix + suffixes.packed, matrix + suffixes.block_scale
         # ModelOpt's ".weight" alone could be an unquantized matrix: its scale must be there too.
-        if source.has(packed) and source.has(block_scale):
-            return Spelling(
-                dialect,
-                packed,
-                block_scale,
-                matrix + suffixes.weight_global,
-                matrix + suffixes.input_global,
-            )
+        if source.has(matrix + suffixes.packed) and source.has(matrix + suffixes.block_scale):
+            return Spelling(dialect, matrix, suffixes)
     return None
 
 

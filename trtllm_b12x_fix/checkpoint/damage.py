@@ -29,7 +29,7 @@ def of_matrix(
             f"{count} of {dead.numel()} block scales are 0 over non-zero codes: those weights "
             "are lost in the file itself"
         )
-    if looks_swizzled(linear.block_scale):
+    if looks_swizzled(linear.block_scale.numpy(force=True)):
         damage["scales-look-swizzled"] = (
             "the block scales look swizzled into 128x4 tiles: only unswizzled do they show rows "
             "and columns. A checkpoint stores them linear, and the check reads them so"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class Checkpoint:
         config: ``config.json``, empty where there is none.
         findings: what opening it brought to light.
         partial: whether it is one shard of several, the others of which were not asked for.
+        unindexed: by file, names of tensors that no index puts anywhere, so that nobody loads them.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class Checkpoint:
     _files: dict[str, Path] = field(repr=False)
     _missing: dict[str, str] = field(repr=False)
     partial: bool = False
+    unindexed: dict[str, list[str]] = field(default_factory=dict, repr=False)
     _open: dict[Path, SafetensorsSource] = field(default_factory=dict, repr=False)
 
     @property
@@ -82,6 +85,15 @@ class Checkpoint:
         """Name of the file a tensor is in, for messages."""
         path = self._files.get(tensor)
         return shown(path.name if path else self._missing.get(tensor, self.name))
+
+    def path_of(self, tensor: str) -> Path:
+        """The file a tensor is in.
+
+        Raises:
+            InputError: it is not there, or its shard is not.
+        """
+        self._require(tensor)
+        return self._files[tensor]
 
     def info(self, tensor: str) -> TensorInfo:
         """Header information of one tensor.
@@ -120,8 +132,7 @@ class Checkpoint:
             raise InputError(f"{self.name}: tensor {tensor} is missing")
 
     def _source(self, tensor: str) -> SafetensorsSource:
-        self._require(tensor)
-        path = self._files[tensor]
+        path = self.path_of(tensor)
         if path not in self._open:
             self._open[path] = SafetensorsSource(path)
         return self._open[path]
@@ -247,7 +258,7 @@ def _from_index(path: Path, folder: Path, index: Path) -> Checkpoint:
     owners: dict[str, Path] = {}
     missing: dict[str, str] = {}
     findings: list[Finding] = []
-    headers: dict[str, dict[str, TensorInfo]] = {}
+    elsewhere: dict[str, list[str]] = {}
     by_shard: dict[str, list[str]] = {}
     for tensor, name in weight_map.items():
         by_shard.setdefault(name, []).append(tensor)
@@ -257,23 +268,29 @@ def _from_index(path: Path, folder: Path, index: Path) -> Checkpoint:
             missing |= dict.fromkeys(wanted, name)
             findings.append(shards.missing_shard(index.name, name, len(wanted)))
             continue
-        header = headers[name] = read_header(shard)
+        header = read_header(shard)
         for tensor in wanted:
             if tensor not in header:
                 raise InputError(f"{shown(index.name)}: says {tensor} is in {name}, but it is not")
-            tensors[tensor], owners[tensor] = header[tensor], shard
-    findings += shards.copies(index.name, weight_map, headers | _strays(folder, headers))
-    return Checkpoint(path, tensors, read_config(folder), findings, owners, missing)
+            tensors[tensor], owners[tensor] = header.pop(tensor), shard
+        elsewhere[name] = list(header)
+    elsewhere |= _strays(folder, by_shard)
+    findings += shards.copies(index.name, weight_map, elsewhere)
+    unindexed = {
+        name: [tensor for tensor in found if tensor not in weight_map]
+        for name, found in elsewhere.items()
+    }
+    return Checkpoint(
+        path, tensors, read_config(folder), findings, owners, missing, unindexed=unindexed
+    )
 
 
-def _strays(
-    folder: Path, named: dict[str, dict[str, TensorInfo]]
-) -> dict[str, dict[str, TensorInfo]]:
-    """Headers of files that the index does not name; what cannot be read is nobody's concern."""
+def _strays(folder: Path, named: Container[str]) -> dict[str, list[str]]:
+    """Names in files that the index does not name; what cannot be read is nobody's concern."""
     found = {}
     with contextlib.suppress(OSError):  # an index may be named in a folder that cannot be listed
         for file in sorted(folder.iterdir()):
             if file.suffix == ".safetensors" and file.name not in named and file.is_file():
                 with contextlib.suppress(InputError):
-                    found[file.name] = read_header(file)
+                    found[file.name] = list(read_header(file))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ _BITS = {
 _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What a header says of one tensor: dtype name, shape, byte range in the data."""
 
@@ -79,11 +80,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raw = file.read(length)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return _check(
-        shown(path.name),
-        parse_object(f"{shown(path.name)}: header", raw),
-        size - _LENGTH_BYTES - length,
-    )
+    header = parse_object(f"{name}: header", raw)
+    del raw  # it can be 100 MB
+    return _check(name, header, size - _LENGTH_BYTES - length)
 
 
 def parse_object(name: str, raw: bytes) -> dict[str, Any]:
@@ -94,11 +93,11 @@ def parse_object(name: str, raw: bytes) -> dict[str, Any]:
     """
 
     def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) != len(keys):
-            repeated, _ = Counter(keys).most_common(1)[0]
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
             raise InputError(f"{name}: names {repeated!r} twice")
-        return dict(pairs)
+        return made
 
     if (values := sum(raw.count(mark) for mark in _STRUCTURE)) > _MAX_STRUCTURE:
         raise InputError(
@@ -116,9 +115,10 @@ def parse_object(name: str, raw: bytes) -> dict[str, Any]:
 
 def _check(name: str, header: dict[str, Any], data_bytes: int) -> dict[str, TensorInfo]:
     _require_metadata(name, header.get(_METADATA))
+    # One entry goes as the other comes: half a million of both would not fit.
     tensors = {
-        tensor: _info(name, tensor, entry)
-        for tensor, entry in header.items()
+        tensor: _info(name, tensor, header.pop(tensor))
+        for tensor in [*header]
         if tensor != _METADATA
     }
     for tensor, info in tensors.items():
@@ -163,13 +163,15 @@ def _info(name: str, tensor: str, entry: Any) -> TensorInfo:
             f"{name}: tensor {tensor}: the header needs dtype, shape and data_offsets"
         ) from error
     numbers = (*shape, begin, end)
-    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+    # Not isinstance: a bool is an int, too.
+    if not isinstance(dtype, str) or {*map(type, numbers)} != {int} or min(numbers) < 0:
         raise InputError(f"{name}: tensor {tensor}: dtype, shape or offsets are not what they say")
     if len(shape) > _MAX_DIMENSIONS or max(numbers) >= 2**63:
         raise InputError(f"{name}: tensor {tensor}: no tensor has such a shape or offsets")
     if begin > end:
         raise InputError(f"{name}: tensor {tensor}: offsets [{begin}, {end}] run backwards")
-    return TensorInfo(dtype, shape, begin, end)
+    # One text for each dtype: a checkpoint has hundreds of thousands of tensors.
+    return TensorInfo(sys.intern(dtype), shape, begin, end)
 
 
 def require_text(name: str, tensor: str) -> None:
@@ -178,6 +180,8 @@ def require_text(name: str, tensor: str) -> None:
     Raises:
         InputError: JSON can spell half a character (a lone surrogate), which no file can hold.
     """
+    if tensor.isascii():
+        return
     try:
         tensor.encode()
     except UnicodeEncodeError as error:

@@ -26,23 +26,28 @@ def read_weight_map(index: Path) -> dict[str, str]:
     name = shown(index.name)
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{name}: no weight_map")
+    plain: dict[str, str] = {}
     for tensor, shard in weight_map.items():
         require_text(name, tensor)
+        if isinstance(shard, str) and shard in plain:
+            weight_map[tensor] = plain[shard]  # one text for each shard, not for each tensor
+            continue
         # Only plain names: an index must not make us read outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
             raise InputError(f"{name}: {tensor} is put in {shard!r}, not a plain file name")
         if shard.endswith(PICKLE_SUFFIXES):
             raise InputError(f"{name}: {tensor} is in {shard}, {PICKLE}")
+        plain[shard] = shard
     return weight_map
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a folder, or nothing.
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A config of a folder, or nothing.
 
     Raises:
         InputError: it is there and cannot be read; a link that leads nowhere is there, too.
     """
-    path = folder / "config.json"
+    path = folder / name
     if not os.path.lexists(path):
         return {}
     if not path.is_file():

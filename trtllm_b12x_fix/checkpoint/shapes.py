@@ -43,6 +43,41 @@ def nvfp4(checkpoint: Checkpoint, matrix: str) -> Spelling | None:
     return spelling if scales.dtype in conventions.SCALE_DTYPES else None
 
 
+def fit(
+    codes: tuple[int, ...], scales: tuple[int, ...], block: int = conventions.BLOCK
+) -> tuple[tuple[int, int], bool] | None:
+    """((rows, columns / block), turned) of one matrix whose codes and block scales belong together.
+
+    Args:
+        codes, scales: shapes [R, C / 2] and [R, C / block]; or both turned, which is ``turned``.
+    """
+    if len(codes) > 2 and codes[:-1] == scales[:-1]:
+        # Matrices stacked in one linear: a block stays within the last dimension.
+        codes, scales = ((math.prod(shape[:-1]), shape[-1]) for shape in (codes, scales))
+    if len(codes) != 2 or len(scales) != 2:
+        return None
+    if codes[0] == scales[0] and codes[1] * 2 == scales[1] * block:
+        return (scales[0], scales[1]), False
+    if codes[1] == scales[1] and codes[0] * 2 == scales[0] * block:
+        return (scales[1], scales[0]), True
+    return None
+
+
+def is_wide(checkpoint: Checkpoint, spelling: Spelling) -> bool:
+    """Whether a matrix, or a stack of them, has one block scale for 32 codes."""
+    info, scales = (info_of(checkpoint, n) for n in (spelling.packed, spelling.block_scale))
+    if info is None or scales is None:
+        return False
+    if info.end - info.begin != (scales.end - scales.begin) * conventions.WIDE_BLOCK // 2:
+        return False
+    pairs = [(info.shape, scales.shape)]
+    if len(info.shape) == len(scales.shape) == 3 and info.shape[0] == scales.shape[0]:
+        pairs.append((info.shape[1:], scales.shape[1:]))
+    if any(fit(*pair) for pair in pairs):
+        return False
+    return any(fit(*pair, conventions.WIDE_BLOCK) for pair in pairs)
+
+
 def info_of(checkpoint: Checkpoint, tensor: str) -> TensorInfo | None:
     """What the header says of a tensor, ``None`` where its shard is missing."""
     return checkpoint.tensors.get(tensor)

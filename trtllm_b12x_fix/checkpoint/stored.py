@@ -9,7 +9,7 @@ from trtllm_b12x_fix.checkpoint.conventions import ProjectionNames, Spelling, de
 from trtllm_b12x_fix.checkpoint.files import Checkpoint
 from trtllm_b12x_fix.checkpoint.findings import Finding, Severity
 from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Place, Storage
-from trtllm_b12x_fix.checkpoint.shapes import fused_shape, info_of, nvfp4, split_shape
+from trtllm_b12x_fix.checkpoint.shapes import fused_shape, info_of, is_wide, nvfp4, split_shape
 from trtllm_b12x_fix.errors import InputError
 
 Matrices = dict[str, set[str]]  # a matrix's name -> suffixes of its tensors
@@ -47,6 +47,7 @@ def describe(checkpoint: Checkpoint, place: Place, seen: Seen) -> LayerEntry | N
     _require_nothing_else(checkpoint, matrices)
     _require_one_copy(checkpoint, place.prefix, seen, matrices)
     _require_codes(checkpoint, matrices)
+    _require_narrow(checkpoint, quantized)
     findings = _unread(checkpoint, place.prefix, matrices, quantized)
     if seen.split:
         return _split_entry(checkpoint, place, seen, quantized, findings)
@@ -54,6 +55,8 @@ def describe(checkpoint: Checkpoint, place: Place, seen: Seen) -> LayerEntry | N
 
 
 def _require_nothing_else(checkpoint: Checkpoint, matrices: Matrices) -> None:
+    if not any(map(conventions.refusal, set().union(*matrices.values()))):
+        return
     for matrix, suffixes in matrices.items():
         for suffix in sorted(suffixes):
             if reason := conventions.refusal(suffix):
@@ -92,6 +95,14 @@ def _require_codes(checkpoint: Checkpoint, matrices: Matrices) -> None:
         )
 
 
+def _require_narrow(checkpoint: Checkpoint, quantized: dict[str, Spelling | None]) -> None:
+    """Another format has wide blocks throughout; one such matrix among others is a broken one."""
+    spellings = [one for one in quantized.values() if one]
+    if spellings and all(is_wide(checkpoint, one) for one in spellings):
+        name = spellings[0].block_scale
+        raise InputError(f"{checkpoint.file_of(name)}: {name}: {conventions.WIDE}")
+
+
 def _unread(
     checkpoint: Checkpoint,
     prefix: str,
@@ -101,10 +112,10 @@ def _unread(
     """Notes on tensors that nothing here reads, one for each suffix."""
     unread: dict[str, list[str]] = {}
     for matrix, spelling in quantized.items():
-        read = spelling.tensors if spelling else ()
-        for suffix in sorted(matrices[matrix]):
-            if spelling and matrix + suffix not in read:
-                unread.setdefault(suffix, []).append(matrix + suffix)
+        if spelling is None or matrices[matrix] <= (read := spelling.suffixes.all):
+            continue
+        for suffix in sorted(matrices[matrix] - read):
+            unread.setdefault(suffix, []).append(matrix + suffix)
     notes = [
         Finding(
             Severity.NOTE,

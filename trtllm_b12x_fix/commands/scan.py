@@ -34,7 +34,7 @@ NAME = "scan"
 HELP = "what baking would do to every projection of a checkpoint, and what is wrong with its scales"
 
 FAIL_ON = ("damage", "findings", "never")
-_MOST_THREADS = 16
+_MOST_THREADS, _LIMIT = 16, 64  # by itself, and when asked for: each takes some MB
 _UNUSABLE = 2
 
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths",
         nargs="+",
-        type=Path,
+        type=_path,
         metavar="DIR_OR_FILE",
         help="NVFP4 checkpoints: folders, safetensors files or indexes; one report each",
     )
@@ -61,13 +61,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--threads",
-        type=parsing.positive,
+        type=_threads,
         metavar="N",
-        help="threads that read and count (default: one for each core)",
+        help=f"threads that read and count, at most {_LIMIT} (default: one for each core)",
     )
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for stdout")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
     parser.add_argument("--quiet", action="store_true", help="no progress on the terminal")
+
+
+def _path(text: str) -> Path:
+    # Path("") is the working directory: an unset variable would have that scanned.
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; write . for the working directory")
+    return Path(text)
+
+
+def _threads(text: str) -> int:
+    number = parsing.positive(text)
+    if number > _LIMIT:
+        raise argparse.ArgumentTypeError(f"{text}: at most {_LIMIT}")
+    return number
 
 
 def run(args: argparse.Namespace) -> int:

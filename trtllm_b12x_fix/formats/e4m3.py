@@ -1,36 +1,16 @@
-"""E4M3 (FP8, the "fn" variant): the 256 codes as a table, saturating encode, decode.
-
-Source of the format: "FP8 Formats for Deep Learning" (arXiv:2209.05433). E4M3fn has no infinity;
-0x7F and 0xFF are NaN. Smallest normal 2^-6, smallest subnormal 2^-9, largest 448.
-"""
+"""E4M3 (FP8, the "fn" variant): saturating encode, decode; the codes are in ``e4m3_table``."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 from trtllm_b12x_fix.errors import InputError
-
-E4M3_MAX = 448.0
-E4M3_MIN_NORMAL = 2.0**-6
-E4M3_MIN_SUBNORMAL = 2.0**-9
-NAN_BYTES = (0x7F, 0xFF)
-
-
-def _value(byte: int) -> float:
-    sign = -1.0 if byte & 0x80 else 1.0
-    exponent, mantissa = (byte >> 3) & 0xF, byte & 0x7
-    if exponent == 0xF and mantissa == 0x7:
-        return math.nan
-    if exponent == 0:
-        return sign * mantissa * E4M3_MIN_SUBNORMAL
-    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-
-
-#: Value of each byte, from the definition; the tests compare it with ml-dtypes and torch.
-E4M3_VALUES: tuple[float, ...] = tuple(_value(byte) for byte in range(256))
+from trtllm_b12x_fix.formats.e4m3_table import E4M3_MAX as E4M3_MAX
+from trtllm_b12x_fix.formats.e4m3_table import E4M3_MIN_NORMAL as E4M3_MIN_NORMAL
+from trtllm_b12x_fix.formats.e4m3_table import E4M3_MIN_SUBNORMAL as E4M3_MIN_SUBNORMAL
+from trtllm_b12x_fix.formats.e4m3_table import E4M3_VALUES as E4M3_VALUES
+from trtllm_b12x_fix.formats.e4m3_table import NAN_BYTES as NAN_BYTES
 
 
 def encode(values: Tensor) -> Tensor:

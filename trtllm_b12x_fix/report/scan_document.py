@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from trtllm_b12x_fix import __version__
 from trtllm_b12x_fix.checkpoint.header import shown
@@ -31,7 +34,7 @@ def to_json(results: Sequence[ScanResult], unusable: Sequence[tuple[str, str]] =
     Args:
         unusable: paths that could not be scanned, and why.
     """
-    documents = [to_document(result) for result in results]
+    documents = [_document(result) for result in results]
     if len(documents) == 1 and not unusable:
         (document,) = documents
     else:
@@ -43,20 +46,38 @@ def to_json(results: Sequence[ScanResult], unusable: Sequence[tuple[str, str]] =
             "reports": documents,
             "unusable": [{"source": path, "reason": reason} for path, reason in unusable],
         }
-    return json.dumps(_encodable(document), indent=2, allow_nan=False) + "\n"
+    text = io.StringIO()
+    for piece in _rendered(document, "\n"):
+        text.write(piece)
+    return text.getvalue() + "\n"
 
 
-def _encodable(value: Any) -> Any:
-    """Names come from files: a lone surrogate in one is escaped, since UTF-8 has none."""
-    if isinstance(value, str):
-        return shown(value)
-    if isinstance(value, dict):
-        return {key: _encodable(one) for key, one in value.items()}
-    return [_encodable(one) for one in value] if isinstance(value, list) else value
+def _rendered(value: Any, line: str) -> Iterator[str]:
+    """JSON of which counts of bytes take one line, not 256; made piece by piece, since a checkpoint
+    may have thousands of projections. Names come from files: a lone surrogate in one is escaped,
+    since UTF-8 has none."""
+    inner = line + "  "
+    if isinstance(value, ProjectionResult):
+        value = _projection(value)
+    if isinstance(value, dict) and value:
+        for place, (key, one) in enumerate(value.items()):
+            yield f"{',' if place else '{'}{inner}{json.dumps(key)}: "
+            yield from _rendered(one, inner)
+        yield line + "}"
+    elif isinstance(value, list) and value:
+        for place, one in enumerate(value):
+            yield f"{',' if place else '['}{inner}"
+            yield from _rendered(one, inner)
+        yield line + "]"
+    elif isinstance(value, np.ndarray):
+        yield json.dumps(value.tolist())
+    else:
+        text = shown(value) if isinstance(value, str) else value
+        yield json.dumps(text, allow_nan=False)
 
 
-def to_document(result: ScanResult) -> dict[str, Any]:
-    """A result as plain dicts and lists."""
+def _document(result: ScanResult) -> dict[str, Any]:
+    """A result as dicts and lists; projections are made documents when they are written."""
     totals = result.totals
     return {
         "schema": SCHEMA,
@@ -85,8 +106,8 @@ def to_document(result: ScanResult) -> dict[str, Any]:
             **_damage(totals.damage),
         },
         "layers": [_layer(layer) for layer in result.layers],
-        "projections": [_projection(one) for one in result.projections],
-        "dense": [_projection(one) for one in result.dense],
+        "projections": [*result.projections],
+        "dense": [*result.dense],
         "findings": [_finding(finding) for finding in result.findings],
         "matrix": [_row(row) for row in result.matrix],
         "counting": {
@@ -139,7 +160,7 @@ def _projection(one: ProjectionResult) -> dict[str, Any]:
         "saturated_fraction": one.saturated_fraction,
         "zero_blocks": one.zero_blocks,
         "assumed_zero_blocks": one.assumed_zero_blocks,
-        "weight_only": one.weight_only,
+        "bake": one.bake.value,
         "worst": [
             {
                 "expert": expert.expert,
@@ -148,8 +169,8 @@ def _projection(one: ProjectionResult) -> dict[str, Any]:
             }
             for expert in one.worst
         ],
-        "stored_bytes": one.counts.tolist(),
-        "baked_bytes": one.baked.tolist(),
+        "stored_bytes": one.counts,
+        "baked_bytes": one.baked,
     }
 
 

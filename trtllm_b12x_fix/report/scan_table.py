@@ -21,6 +21,7 @@ from trtllm_b12x_fix.scan.statistics import LIMIT, BakeDamage
 from trtllm_b12x_fix.scan.verdict import COMMAND
 
 _SHOWN_PROJECTIONS, _SHOWN_LAYERS, _SHOWN_DENSE, _SHOWN_FINDINGS = 10, 16, 5, 30
+_NAME = 100
 _DAMAGE_HEADER = ["blocks", "baked to 0", "subnormal", "mean error", "RMS", "largest"]
 
 
@@ -111,7 +112,14 @@ def _projections(result: ScanResult) -> str:
 
 def _name(one: ProjectionResult) -> str:
     unusable = " (unusable layer)" if one.kind is Kind.UNUSABLE else ""
-    return f"{printable(one.layer)}.{printable(one.projection)}{unusable}"
+    return f"{_short(f'{one.layer}.{one.projection}')}{unusable}"
+
+
+def _short(name: str) -> str:
+    """A name for a table: one from a file may be longer than any screen."""
+    text = printable(name)
+    half = _NAME // 2 - 2
+    return text if len(text) <= _NAME else f"{text[:half]}...{text[-half:]}"
 
 
 def _expert(worst: ExpertDamage | None) -> str:
@@ -170,7 +178,7 @@ def _assumption(result: ScanResult) -> str:
 def _layer_name(layer: LayerSummary) -> str:
     if layer.number is not None and layer.stack is Stack.MODEL:
         return f"{layer.number}"
-    return printable(layer.layer)
+    return _short(layer.layer)
 
 
 def _dense(result: ScanResult) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
+from trtllm_b12x_fix.scan.bake import Bake
+from trtllm_b12x_fix.scan.counting import Counted
 from trtllm_b12x_fix.scan.findings import Code, Notebook
-from trtllm_b12x_fix.scan.inventory import Group
+from trtllm_b12x_fix.scan.groups import Group
 from trtllm_b12x_fix.scan.statistics import (
     ENOUGH,
     LARGEST,
@@ -33,39 +39,75 @@ _LARGEST_INPUT = 40.0
 _CODE_MAX = 6.0
 
 
-def check_counts(group: Group, counts: Counts, nonzero: Counts | None, notebook: Notebook) -> None:
+@dataclass(frozen=True)
+class Traits:
+    """What the counts of each matrix leave behind for checks of the whole projection.
+
+    Attributes:
+        largest: fp64 [N], the largest block scale, 0 where there is none.
+        digests: of the counts, the same for two matrices whose counts are; ``None`` where they are
+            too few to say something.
+    """
+
+    largest: npt.NDArray[np.float64]
+    digests: list[bytes | None]
+
+
+def traits(counts: Counts) -> Traits:
+    """Traits of matrices with int64 [N, 256] counts."""
+    present = counts[:, :NAN] > 0
+    last = NAN - 1 - present[:, ::-1].argmax(axis=1)
+    largest = np.where(present.any(axis=1), VALUES[last].astype(np.float64), 0.0)
+    telling = (counts.sum(axis=1) >= ENOUGH) & (np.count_nonzero(counts, axis=1) > 1)
+    digests = [
+        hashlib.blake2b(row.tobytes(), digest_size=16).digest() if tells else None
+        for row, tells in zip(counts, telling, strict=True)
+    ]
+    return Traits(largest, digests)
+
+
+def joined(parts: Sequence[Traits]) -> Traits:
+    """Traits of several parts of a projection as one."""
+    largest = np.concatenate([part.largest for part in parts])
+    return Traits(largest, [digest for part in parts for digest in part.digests])
+
+
+def check_counts(group: Group, counted: Counted, notebook: Notebook) -> None:
     """Findings on stored bytes.
 
-    Args:
-        counts: int64 [N, 256], how often each byte is stored.
-        nonzero: the same over codes that are not all zero; ``None`` where codes were not read.
-            A matrix whose codes were not read in spite of ``--weights`` has its counts here.
+    A matrix whose codes were not read in spite of ``--weights`` has its counts for those over codes
+    that are not all zero.
     """
+    counts, nonzero, first = counted.counts, counted.nonzero, counted.first
     blocks = counts.sum(axis=1)
     shown = counts if nonzero is None else nonzero
-    _flag(group, notebook, Code.NAN_SCALE, counts[:, NAN] + counts[:, 0xFF])
-    _flag(group, notebook, Code.NEGATIVE_SCALE, counts[:, POSITIVE:0xFF].sum(axis=1))
+
+    def flag(code: Code, flagged: Counts) -> None:
+        _flag(group, first, notebook, code, flagged)
+
+    flag(Code.NAN_SCALE, counts[:, NAN] + counts[:, 0xFF])
+    flag(Code.NEGATIVE_SCALE, counts[:, POSITIVE:0xFF].sum(axis=1))
     # As stored, with and without codes: reading more must not hide anything.
     empty = counts[:, 0] == blocks
-    _flag(group, notebook, Code.ALL_ZERO, np.where(empty, blocks, 0))
+    flag(Code.ALL_ZERO, np.where(empty, blocks, 0))
     if nonzero is None:
-        _flag(group, notebook, Code.ZERO_SCALES, np.where(empty, 0, counts[:, 0]))
+        flag(Code.ZERO_SCALES, np.where(empty, 0, counts[:, 0]))
     else:
-        _flag(group, notebook, Code.ZERO_OVER_WEIGHTS, nonzero[:, 0])
+        flag(Code.ZERO_OVER_WEIGHTS, nonzero[:, 0])
         # A block of zeros has the scale 0 or 1.0 (ModelOpt): others had weights.
         others = blocks - counts[:, 0] - counts[:, ONE]
-        _flag(group, notebook, Code.CODES_LOST, np.where(nonzero.any(axis=1), 0, others))
+        flag(Code.CODES_LOST, np.where(nonzero.any(axis=1), 0, others))
     undecided = only_ones(counts)
     constant = _constant(shown) & ~(undecided if nonzero is None else False)
     constant |= _constant(counts) & ~undecided
-    _flag(group, notebook, Code.CONSTANT, np.where(constant, shown[:, 1:NAN].sum(axis=1), 0))
+    flag(Code.CONSTANT, np.where(constant, shown[:, 1:NAN].sum(axis=1), 0))
     ones = counts[:, ONE]
     if nonzero is None:
         many = (2 * ones > blocks) & (ones >= ENOUGH)
-        _flag(group, notebook, Code.MANY_ONES, np.where(many, ones, 0))
+        flag(Code.MANY_ONES, np.where(many, ones, 0))
     full = counts[:, LARGEST]
     saturated = (full >= _SATURATED_LEAST) & (full > _SATURATED_SHARE * blocks) & ~constant
-    _flag(group, notebook, Code.SATURATED, np.where(saturated, full, 0))
+    flag(Code.SATURATED, np.where(saturated, full, 0))
 
 
 def _constant(counts: Counts) -> Flags:
@@ -77,10 +119,10 @@ def _constant(counts: Counts) -> Flags:
     return same
 
 
-def _flag(group: Group, notebook: Notebook, code: Code, blocks: Counts) -> None:
-    """One finding for each matrix with a number that is not 0."""
+def _flag(group: Group, first: int, notebook: Notebook, code: Code, blocks: Counts) -> None:
+    """One finding for each matrix, from the place ``first`` on, with a number that is not 0."""
     for place in np.flatnonzero(blocks):
-        unit = group.units[place]
+        unit = group.unit(first + int(place))
         count, all_blocks = int(blocks[place]), unit.scales.size
         detail = f"{count} of {all_blocks}"
         if unit.expert is not None:
@@ -88,16 +130,17 @@ def _flag(group: Group, notebook: Notebook, code: Code, blocks: Counts) -> None:
         notebook.add(code, group.where(unit.tensor, unit.expert, unit.file), detail, count)
 
 
-def check_scales(group: Group, counts: Counts, notebook: Notebook) -> None:
+def check_scales(group: Group, traits: Traits, notebook: Notebook) -> None:
     """Findings on scales of whole matrices: implausible ones, and experts unlike the others."""
     scale = group.weight_scale_2
     good = np.isfinite(scale)
     with np.errstate(all="ignore"):
-        largest = _CODE_MAX * scale.astype(np.float64) * _largest_scale(counts)
+        largest = _CODE_MAX * scale.astype(np.float64) * traits.largest
     _point(group, notebook, Code.RECIPROCAL, good & (scale > 1), scale)
     absurd = (largest < _LEAST_WEIGHT) | (largest > _MOST_WEIGHT)
     _point(group, notebook, Code.IMPLAUSIBLE, good & (scale <= 1) & (largest > 0) & absurd, scale)
-    _check_inputs(group, notebook)
+    if group.bake is Bake.YES:
+        _check_inputs(group, notebook)
     if good.sum() < _CROWD:
         return
     median = float(np.median(scale[good]))
@@ -105,14 +148,7 @@ def check_scales(group: Group, counts: Counts, notebook: Notebook) -> None:
     _point(group, notebook, Code.OUTLIER, far, scale)
     if good.all() and not group.one_scale and bool((scale == scale[0]).all()):
         _point(group, notebook, Code.SAME_SCALE, np.arange(len(scale)) == 0, scale)
-    _check_twins(group, counts, notebook)
-
-
-def _largest_scale(counts: Counts) -> npt.NDArray[np.float64]:
-    """fp64 [N]: the largest block scale of each matrix, 0 where it has none."""
-    present = counts[:, :NAN] > 0
-    last = NAN - 1 - present[:, ::-1].argmax(axis=1)
-    return np.where(present.any(axis=1), VALUES[last].astype(np.float64), 0.0)
+    _check_twins(group, traits.digests, notebook)
 
 
 def _check_inputs(group: Group, notebook: Notebook) -> None:
@@ -127,60 +163,61 @@ def _check_inputs(group: Group, notebook: Notebook) -> None:
     _point(group, notebook, Code.SMALL_INPUT, good & (scale < median / _FAR), scale)
 
 
-def _check_twins(group: Group, counts: Counts, notebook: Notebook) -> None:
+def _check_twins(group: Group, digests: list[bytes | None], notebook: Notebook) -> None:
     seen: dict[bytes, int] = {}
-    for place, row in enumerate(counts):
-        if row.sum() < ENOUGH or np.count_nonzero(row) < 2:
+    for place, digest in enumerate(digests):
+        if digest is None:
             continue
-        first = seen.setdefault(row.tobytes() + group.weight_scale_2[place].tobytes(), place)
+        first = seen.setdefault(digest + group.weight_scale_2[place].tobytes(), place)
         if first != place:
-            unit = group.units[place]
-            detail = f"experts {group.units[first].expert} and {unit.expert}"
-            where = group.where(unit.tensor, unit.expert, unit.file)
+            where = group.where_unit(place)
+            detail = f"experts {group.unit(first).expert} and {where.expert}"
             notebook.add(Code.SAME_EXPERTS, where, detail)
 
 
 def _point(group: Group, notebook: Notebook, code: Code, which: Flags, values: Floats) -> None:
     """One finding for each matrix that is flagged, with its value (a multiplier)."""
     for place in np.flatnonzero(which):
-        unit = group.units[place]
+        where = group.where_unit(int(place))
         detail = f"multiplier {float(values[place]):.4g}"
-        if unit.expert is not None:
-            detail = f"expert {unit.expert}: {detail}"
-        notebook.add(code, group.where(unit.tensor, unit.expert, unit.file), detail)
+        if where.expert is not None:
+            detail = f"expert {where.expert}: {detail}"
+        notebook.add(code, where, detail)
 
 
 def check_halves(gate: Group, up: Group, notebook: Notebook) -> None:
-    """Gate and up of one expert share one weight_scale_2, or TensorRT-LLM distorts the smaller."""
-    ups = {unit.expert: place for place, unit in enumerate(up.units)}
-    for place, unit in enumerate(gate.units):
+    """Gate and up of one expert: one weight_scale_2, or TensorRT-LLM distorts the smaller; and one
+    input scale, since they read one input."""
+    ups = {unit.expert: place for place, unit in enumerate(up.units())}
+    for place, unit in enumerate(gate.units()):
         other = ups.get(unit.expert)
-        if other is None:
-            continue
-        first, second = float(gate.weight_scale_2[place]), float(up.weight_scale_2[other])
-        if not (np.isfinite(first) and np.isfinite(second)) or first == second:
-            continue
-        smaller, its = (gate, unit) if first < second else (up, up.units[other])
-        code = Code.GATE_UP_DIFFER
-        if max(first, second) <= _ROUNDING * min(first, second):
-            code = Code.GATE_UP_ROUNDED
-        ratio = max(first, second) / min(first, second)
-        detail = (
-            f"expert {unit.expert}: gate {first:.6g}, up {second:.6g}: {smaller.projection} "
-            f"becomes {ratio:.4g} times too large"
-        )
-        notebook.add(code, smaller.where(its.tensor, its.expert, its.file), detail)
+        if other is not None:
+            _check_weight_halves(gate, place, up, other, notebook)
+            _check_input_halves(gate, place, up, other, notebook)
 
 
-def check_half_inputs(gate: Group, up: Group, notebook: Notebook) -> None:
-    """Gate and up read one input, so they have one input scale."""
-    ups = {unit.expert: place for place, unit in enumerate(up.units)}
-    for place, unit in enumerate(gate.units):
-        other = ups.get(unit.expert)
-        if other is None:
-            continue
-        first, second = float(gate.input_scale[place]), float(up.input_scale[other])
-        if np.isfinite(first) and np.isfinite(second) and first != second:
-            detail = f"expert {unit.expert}: gate {first:.6g}, up {second:.6g}"
-            where = gate.where(unit.tensor, unit.expert, unit.file)
-            notebook.add(Code.INPUTS_DIFFER, where, detail)
+def _check_weight_halves(
+    gate: Group, place: int, up: Group, other: int, notebook: Notebook
+) -> None:
+    first, second = float(gate.weight_scale_2[place]), float(up.weight_scale_2[other])
+    if not (np.isfinite(first) and np.isfinite(second)) or first == second:
+        return
+    smaller, its = (gate, place) if first < second else (up, other)
+    code = Code.GATE_UP_DIFFER
+    if max(first, second) <= _ROUNDING * min(first, second):
+        code = Code.GATE_UP_ROUNDED
+    ratio = max(first, second) / min(first, second)
+    where = smaller.where_unit(its)
+    detail = (
+        f"expert {where.expert}: gate {first:.6g}, up {second:.6g}: {smaller.projection} "
+        f"becomes {ratio:.4g} times too large"
+    )
+    notebook.add(code, where, detail)
+
+
+def _check_input_halves(gate: Group, place: int, up: Group, other: int, notebook: Notebook) -> None:
+    first, second = float(gate.input_scale[place]), float(up.input_scale[other])
+    if np.isfinite(first) and np.isfinite(second) and first != second:
+        where = gate.where_unit(place)
+        detail = f"expert {where.expert}: gate {first:.6g}, up {second:.6g}"
+        notebook.add(Code.INPUTS_DIFFER, where, detail)

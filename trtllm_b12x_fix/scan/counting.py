@@ -8,19 +8,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from trtllm_b12x_fix.scan import histogram
+from trtllm_b12x_fix.scan.groups import Group, Unit
 from trtllm_b12x_fix.scan.histogram import CODE_BYTES, Counter, CountingBackend, Counts
-from trtllm_b12x_fix.scan.inventory import Group, Unit
 from trtllm_b12x_fix.scan.reading import Bytes, Shards, Span
 
-#: Scale bytes read at once, with their codes eight times as many: both stay in a core's cache.
-_PIECE = 1 << 18
+#: Scale bytes counted at once, of several matrices; with their codes, fewer: eight times as many
+#: bytes go with them.
+_PIECE, _PIECE_WITH_CODES = 1 << 20, 1 << 17
 #: Scale bytes of one task of a thread.
 _TASK = 1 << 21
-#: Matrices whose counts are kept at once: 2 KiB each, three times that with codes.
+#: Matrices whose counts are kept at once: 2 KiB each, three times that with codes, and about as
+#: much again for what is computed from them. It bounds the memory of any checkpoint.
 _BUNDLE = 4096
 #: Seconds between two lines of progress.
 _PAUSE = 0.1
@@ -28,11 +31,28 @@ _PAUSE = 0.1
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts of one projection's matrices, int64 [N, 256] each; the last two need codes."""
+    """Counts of matrices of one projection, int64 [N, 256] each; the last two need codes.
+
+    Attributes:
+        first: place of the first of these matrices in the projection.
+    """
 
     counts: Counts
     nonzero: Counts | None
     energy: Counts | None
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.counts)
+
+
+class _Part(NamedTuple):
+    """Matrices ``first`` to ``end`` of one projection."""
+
+    group: Group
+    first: int
+    end: int
 
 
 class Meter:
@@ -65,9 +85,9 @@ class Meter:
 
 def bytes_of(groups: list[Group], *, weights: bool) -> tuple[int, int]:
     """Scale bytes and code bytes to read."""
-    units = [unit for group in groups for unit in group.units]
-    codes = sum(unit.codes.size for unit in units if unit.codes) if weights else 0
-    return sum(unit.scales.size for unit in units), codes
+    stored = [one for group in groups for one in group.stored]
+    codes = sum(one.codes.size for one in stored if one.codes) if weights else 0
+    return sum(one.scales.size for one in stored), codes
 
 
 def count(
@@ -79,42 +99,47 @@ def count(
     *,
     weights: bool,
 ) -> Iterator[tuple[Group, Counted]]:
-    """Count every matrix; a projection is handed out once it is done, in the order given.
+    """Count every matrix; a projection is handed out in one or several parts, in order.
 
     Raises:
         InputError: a file cannot be read, or ends before a tensor does.
     """
     histogram.prepare(backend)
     for bundle in _bundles(groups):
-        units = [unit for group in bundle for unit in group.units]
+        units = [unit for group, first, end in bundle for unit in group.units(first, end)]
         counts = np.zeros((len(units), 256), np.int64)
         nonzero = np.zeros_like(counts) if weights else None
         energy = np.zeros_like(counts) if weights else None
         tallies = Counted(counts, nonzero, energy)
         _share(shards, units, tallies, backend, threads, meter)
         start = 0
-        for group in bundle:
-            part = slice(start, start + len(group.units))
+        for group, first, end in bundle:
+            rows = slice(start, start + end - first)
             yield (
                 group,
                 Counted(
-                    counts[part],
-                    None if nonzero is None else nonzero[part],
-                    None if energy is None else energy[part],
+                    counts[rows],
+                    None if nonzero is None else nonzero[rows],
+                    None if energy is None else energy[rows],
+                    first,
                 ),
             )
-            start = part.stop
+            start = rows.stop
 
 
-def _bundles(groups: list[Group]) -> Iterator[list[Group]]:
-    bundle: list[Group] = []
-    size = 0
+def _bundles(groups: list[Group]) -> Iterator[list[_Part]]:
+    bundle: list[_Part] = []
+    room = _BUNDLE
     for group in groups:
-        if bundle and size + len(group.units) > _BUNDLE:
-            yield bundle
-            bundle, size = [], 0
-        bundle.append(group)
-        size += len(group.units)
+        first = 0
+        while first < len(group):
+            end = min(first + room, len(group))
+            bundle.append(_Part(group, first, end))
+            room -= end - first
+            first = end
+            if not room:
+                yield bundle
+                bundle, room = [], _BUNDLE
     if bundle:
         yield bundle
 
@@ -161,7 +186,7 @@ def _share(
 
 def _tasks(units: list[Unit]) -> list[list[int]]:
     """Places of units in file order, about :data:`_TASK` bytes together."""
-    order = sorted(range(len(units)), key=lambda i: (units[i].scales.file, units[i].scales.begin))
+    order = sorted(range(len(units)), key=lambda i: units[i].scales)
     tasks: list[list[int]] = []
     size = _TASK
     for place in order:
@@ -182,7 +207,10 @@ class _Worker:
         self._shards, self._units, self._tallies = shards, units, tallies
         self._counter = counter
         self._scales = np.empty(_PIECE, np.uint8)
-        self._codes = np.empty(0, np.uint8)
+        self._filled = 0
+        self._reads: list[Span] = []
+        self._ends: list[int] = []
+        self._rows: list[int] = []
 
     def do(self, places: list[int]) -> int:
         """Count some matrices; returns how many bytes were read."""
@@ -190,53 +218,94 @@ class _Worker:
         for place in places:
             unit = self._units[place]
             if self._tallies.nonzero is None or unit.codes is None:
-                self._count(unit.scales, place)
+                self._collect(unit.scales, place)
                 done += unit.scales.size
-                if self._tallies.nonzero is not None:
-                    # Without codes that fit, every block counts as one with weights.
-                    self._tallies.nonzero[place] = self._tallies.counts[place]
             else:
                 self._weigh(unit, unit.codes, place)
                 done += unit.scales.size + unit.codes.size
+        self._count_collected()
+        if self._tallies.nonzero is not None:
+            for place in places:
+                if self._units[place].codes is None:
+                    # Without codes that fit, every block counts as one with weights.
+                    self._tallies.nonzero[place] = self._tallies.counts[place]
         return done
 
-    def _count(self, span: Span, place: int) -> None:
-        counts = self._tallies.counts[place]
-        for start in range(0, span.size, _PIECE):
-            size = min(_PIECE, span.size - start)
-            piece = self._scales[:size]
-            self._shards.read(Span(span.file, span.begin + start, size), piece)
-            self._counter.count(piece, counts)
+    def _collect(self, span: Span, place: int) -> None:
+        """Scales of one matrix: to be read together with what lies beside them, and counted with
+        what fits into the buffer."""
+        file, begin, left = span
+        while left:
+            size = min(_PIECE - self._filled, left)
+            last = self._reads[-1] if self._reads else None
+            if last is not None and last.file == file and last.end == begin:
+                self._reads[-1] = Span(file, last.begin, last.size + size)
+            else:
+                self._reads.append(Span(file, begin, size))
+            self._filled += size
+            self._ends.append(self._filled)
+            self._rows.append(place)
+            begin, left = begin + size, left - size
+            if self._filled == _PIECE:
+                self._count_collected()
+
+    def _count_collected(self) -> None:
+        at = 0
+        for span in self._reads:
+            self._shards.read(span, self._scales[at : at + span.size])
+            at += span.size
+        if at:
+            self._count(self._scales[:at], self._ends, self._rows)
+        self._filled = 0
+        self._reads, self._ends, self._rows = [], [], []
+
+    def _count(self, scales: Bytes, ends: list[int], rows: list[int]) -> None:
+        places = np.array(ends, np.int64), np.array(rows, np.int64)
+        self._counter.count(scales, *places, self._tallies.counts)
 
     def _weigh(self, unit: Unit, codes: Span, place: int) -> None:
         assert self._tallies.nonzero is not None
         assert self._tallies.energy is not None
-        counts, nonzero = self._tallies.counts[place], self._tallies.nonzero[place]
-        energy = self._tallies.energy[place]
-        if unit.turned:
-            scales, packed = self._turned(unit, codes)
-            self._counter.count(scales, counts)
+        nonzero, energy = self._tallies.nonzero[place], self._tallies.energy[place]
+        pieces = self._turned_pieces if unit.turned else self._pieces
+        for scales, packed in pieces(unit, codes):
+            self._count(scales, [scales.size], [place])
             self._counter.weigh(scales, packed, nonzero, energy)
-            return
-        if not self._codes.size:
-            self._codes = np.empty(_PIECE * CODE_BYTES, np.uint8)
-        for start in range(0, unit.scales.size, _PIECE):
-            size = min(_PIECE, unit.scales.size - start)
-            piece, part = self._scales[:size], self._codes[: size * CODE_BYTES]
-            begin = codes.begin + start * CODE_BYTES
-            self._shards.read(Span(unit.scales.file, unit.scales.begin + start, size), piece)
-            self._shards.read(Span(codes.file, begin, size * CODE_BYTES), part)
-            self._counter.count(piece, counts)
-            self._counter.weigh(piece, part, nonzero, energy)
 
-    def _turned(self, unit: Unit, codes: Span) -> tuple[Bytes, Bytes]:
-        """Scales and codes with rows first: a byte's two codes are neighbours in both layouts."""
+    def _pieces(self, unit: Unit, codes: Span) -> Iterator[tuple[Bytes, Bytes]]:
+        """Scales of a matrix, and the codes they stand over."""
+        for start in range(0, unit.scales.size, _PIECE_WITH_CODES):
+            size = min(_PIECE_WITH_CODES, unit.scales.size - start)
+            yield (
+                self._read(unit.scales, start, size),
+                self._read(codes, start * CODE_BYTES, size * CODE_BYTES),
+            )
+
+    def _turned_pieces(self, unit: Unit, codes: Span) -> Iterator[tuple[Bytes, Bytes]]:
+        """The same of a matrix stored with rows last: there, a block's codes are 8 bytes below each
+        other, and a byte's two codes are neighbours in both layouts."""
         assert unit.shape is not None
         rows, columns = unit.shape
-        scales, packed = np.empty(unit.scales.size, np.uint8), np.empty(codes.size, np.uint8)
-        self._shards.read(unit.scales, scales)
-        self._shards.read(codes, packed)
-        return (
-            np.ascontiguousarray(scales.reshape(columns, rows).T).reshape(-1),
-            np.ascontiguousarray(packed.reshape(columns * CODE_BYTES, rows).T).reshape(-1),
-        )
+        wide = min(rows, _PIECE_WITH_CODES)
+        deep = max(1, _PIECE_WITH_CODES // rows)
+        for column in range(0, columns, deep):
+            many = min(deep, columns - column)
+            for row in range(0, rows, wide):
+                part = slice(row, min(row + wide, rows))
+                scales = self._read_part(unit.scales, rows, column, many, part)
+                packed = self._read_part(codes, rows, column * CODE_BYTES, many * CODE_BYTES, part)
+                blocks = packed.reshape(many, CODE_BYTES, -1).transpose(0, 2, 1)
+                yield scales.reshape(-1), np.ascontiguousarray(blocks).reshape(-1)
+
+    def _read_part(self, span: Span, width: int, first: int, many: int, part: slice) -> Bytes:
+        """uint8 [many, part]: of lines of ``width`` bytes, ``many`` from ``first`` on."""
+        if part == slice(0, width):
+            return self._read(span, first * width, many * width)
+        size = part.stop - part.start
+        lines = [self._read(span, (first + i) * width + part.start, size) for i in range(many)]
+        return np.concatenate(lines)
+
+    def _read(self, span: Span, start: int, size: int) -> Bytes:
+        target = np.empty(size, np.uint8)
+        self._shards.read(Span(span.file, span.begin + start, size), target)
+        return target

@@ -26,6 +26,7 @@ class Code(enum.Enum):
     MANY_ONES = "block-scales-of-one"
     LOOK_SWIZZLED = "scales-look-swizzled"
     UNFIT = "block-scales-do-not-fit"
+    SHAPES = "expert-shapes-differ"
     UNREADABLE = "tensor-cannot-be-used"
     MISSING = "missing-tensor"
     MISSING_SHARD = "missing-shard"
@@ -53,6 +54,8 @@ class Code(enum.Enum):
     ASSUMPTION = "verdict-rests-on-assumed-zero-blocks"
     MISSING_EXPERTS = "missing-experts"
     WEIGHT_ONLY = "no-input-scales"
+    LOST_INPUTS = "input-scales-lost"
+    UNUSED_INPUTS = "input-scales-of-weight-only"
     NOT_RUN = "not-run-by-b12x"
     OMITTED = "matrices-not-in-the-index"
 
@@ -107,6 +110,11 @@ RULES: dict[Code, Rule] = {
         "a checkpoint stores them linear: export again, not from a running engine",
     ),
     Code.UNFIT: Rule(_DAMAGE, "codes and block scales do not belong together", _EXPORT),
+    Code.SHAPES: Rule(
+        _DAMAGE,
+        "matrices of experts of other sizes than the layer's: no fused kernel takes them",
+        _EXPORT,
+    ),
     Code.UNREADABLE: Rule(_DAMAGE, "tensors of a dtype or shape that cannot be used", _EXPORT),
     Code.MISSING: Rule(_DAMAGE, "tensors are missing", _EXPORT),
     Code.MISSING_SHARD: Rule(
@@ -221,8 +229,21 @@ RULES: dict[Code, Rule] = {
     ),
     Code.WEIGHT_ONLY: Rule(
         _NOTE,
-        "no matrix of the layer has an input scale: weight-only (W4A16), nothing is baked",
+        "no matrix of the layer has an input scale, and no config declares NVFP4 activations: "
+        "taken for weight-only (W4A16), of which nothing is baked",
         "none if that is meant; else export again with calibrated activations",
+    ),
+    Code.LOST_INPUTS: Rule(
+        _DAMAGE,
+        "the config declares NVFP4 activations, and no matrix of the layer has an input scale: "
+        "TensorRT-LLM leaves 1.0 and quantizes activations with a scale that nobody calibrated",
+        "export again with calibrated activations; if weight-only was meant, declare W4A16_NVFP4",
+    ),
+    Code.UNUSED_INPUTS: Rule(
+        _NOTE,
+        "the config declares weight-only (W4A16), though matrices have input scales: served by the "
+        "config, nothing is baked",
+        "see which of the two is right; without the declaration, the bake is judged",
     ),
     Code.NOT_RUN: Rule(
         _NOTE,
@@ -270,16 +291,21 @@ class Notebook:
         self._seen: dict[tuple[Code, str, str], _Seen] = {}
         self._others: list[ScanFinding] = []
 
-    def add(self, code: Code, where: Where, detail: str = "", blocks: int = 0) -> None:
+    def add(
+        self, code: Code, where: Where, detail: str = "", blocks: int = 0, *, places: int = 1
+    ) -> None:
         """One more place.
 
         Args:
             detail: of this place; shown for the first one.
             blocks: how many block scales there, where that is what is counted.
+            places: how many they are, where it is more than one.
         """
         key = (code, where.layer, where.projection)
-        seen = self._seen.setdefault(key, _Seen(where, detail))
-        seen.places += 1
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = _Seen(where, detail)
+        seen.places += places
         seen.blocks += blocks
 
     def adopt(self, finding: Finding) -> None:

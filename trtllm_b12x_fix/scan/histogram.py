@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
+Places = npt.NDArray[np.int64]
 
 #: Bytes of codes to one byte of block scale.
 CODE_BYTES = 8
@@ -32,12 +33,14 @@ class CountingBackend(enum.Enum):
 class Counter(Protocol):
     """Adds to tallies of 256; one per thread, since it may own scratch space."""
 
-    def count(self, scales: Bytes, counts: Counts) -> None:
-        """Add how often each byte occurs.
+    def count(self, scales: Bytes, ends: Places, rows: Places, counts: Counts) -> None:
+        """Add how often each byte occurs, for several pieces of matrices in one buffer.
 
         Args:
-            scales: uint8 [N], contiguous.
-            counts: int64 [256], added to.
+            scales: uint8 [N], contiguous: the pieces, one behind the other.
+            ends: int64 [K], increasing: where each piece ends.
+            rows: int64 [K]: which row of ``counts`` a piece belongs to.
+            counts: int64 [M, 256], contiguous, added to.
         """
 
     def weigh(self, scales: Bytes, codes: Bytes, nonzero: Counts, energy: Counts) -> None:
@@ -65,9 +68,13 @@ class NumpyCounter:
     def __init__(self) -> None:
         self._squares = code_squares()
 
-    def count(self, scales: Bytes, counts: Counts) -> None:
-        for start in range(0, scales.size, _PIECE):
-            counts += np.bincount(scales[start : start + _PIECE], minlength=256)
+    def count(self, scales: Bytes, ends: Places, rows: Places, counts: Counts) -> None:
+        begin = 0
+        for end, row in zip(ends.tolist(), rows.tolist(), strict=True):
+            for start in range(begin, end, _PIECE):
+                piece = scales[start : min(start + _PIECE, end)]
+                counts[row] += np.bincount(piece, minlength=256)
+            begin = end
 
     def weigh(self, scales: Bytes, codes: Bytes, nonzero: Counts, energy: Counts) -> None:
         step = _PIECE // CODE_BYTES
@@ -108,6 +115,6 @@ def prepare(backend: CountingBackend) -> None:
     """Compile before any thread starts."""
     if backend is CountingBackend.NUMBA:
         counter = make_counter(backend)
-        tally = np.zeros(256, np.int64)
-        counter.count(np.zeros(9, np.uint8), tally)
-        counter.weigh(np.zeros(1, np.uint8), np.zeros(8, np.uint8), tally, tally)
+        tally = np.zeros((1, 256), np.int64)
+        counter.count(np.zeros(9, np.uint8), np.array([9]), np.array([0]), tally)
+        counter.weigh(np.zeros(1, np.uint8), np.zeros(8, np.uint8), tally[0], tally[0])

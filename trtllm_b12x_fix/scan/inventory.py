@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass
 
 from trtllm_b12x_fix.checkpoint import conventions
 from trtllm_b12x_fix.checkpoint.conventions import Dialect, Spelling
@@ -16,10 +13,11 @@ from trtllm_b12x_fix.checkpoint.discovery import discover
 from trtllm_b12x_fix.checkpoint.files import Checkpoint
 from trtllm_b12x_fix.checkpoint.header import TensorInfo
 from trtllm_b12x_fix.checkpoint.layers import LayerEntry, Layers, Stack, Storage
-from trtllm_b12x_fix.checkpoint.shapes import nvfp4
+from trtllm_b12x_fix.checkpoint.shapes import fit, is_wide, nvfp4
 from trtllm_b12x_fix.errors import InputError
-from trtllm_b12x_fix.scan.findings import Code, Notebook, Where
-from trtllm_b12x_fix.scan.reading import Shards, Span
+from trtllm_b12x_fix.scan.findings import Code, Notebook
+from trtllm_b12x_fix.scan.groups import Group, Stored, Width
+from trtllm_b12x_fix.scan.reading import Shards
 from trtllm_b12x_fix.scan.result import Kind
 
 #: Suffixes that tell an NVFP4 matrix from other quantized ones, longest first.
@@ -36,58 +34,9 @@ _MIXTURE = re.compile(r"(?:^|[._])moe(?=[._]|$)")
 _CODE_SUFFIXES = (".weight", ".weight_packed")
 #: What other formats have beside codes of this dtype.
 _FOREIGN = ("absmax", "quant_map", "SCB", "scales", "qzeros", "zeros", "scale_inv")
-#: More experts in one tensor than any model has: 2 KiB of counts each.
+#: More experts in one tensor than any model has.
 MOST_FUSED = 1 << 16
-_MATRIX_DIMENSIONS, _BLOCK = 2, 16
-
-
-@dataclass(slots=True)
-class Unit:
-    """One matrix: one expert of a projection, or a dense linear.
-
-    Attributes:
-        expert: ``None`` for a dense linear.
-        tensor: name of its block scales, or of the fused tensor they are in.
-        scales: where the bytes are; ``codes`` is ``None`` where shapes do not fit.
-        shape: (rows, columns / 16) of the scales; ``None`` where shapes do not fit.
-        turned: stored with rows last (ModelOpt's fused experts).
-    """
-
-    expert: int | None
-    tensor: str
-    file: str
-    scales: Span
-    codes: Span | None
-    shape: tuple[int, int] | None
-    turned: bool = False
-
-
-@dataclass
-class Group:
-    """One projection of one layer.
-
-    Attributes:
-        spellings: per unit, where its scales of the whole matrix are.
-        weight_scale_2, input_scale: fp32 [N], dequantizing multipliers; NaN where unusable.
-        weight_only: no matrix of the layer has an input scale (W4A16): nothing is baked.
-        one_scale: one stored ``weight_scale_2`` counts for several experts.
-    """
-
-    layer: str
-    number: int | None
-    stack: Stack
-    projection: str
-    kind: Kind
-    units: list[Unit] = field(default_factory=list)
-    spellings: list[Spelling] = field(default_factory=list)
-    weight_scale_2: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    input_scale: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    weight_only: bool = False
-    one_scale: bool = False
-
-    def where(self, tensor: str, expert: int | None = None, file: str = "") -> Where:
-        """A place in this projection."""
-        return Where(self.layer, self.projection, tensor, expert, file)
+_MATRIX_DIMENSIONS = 2
 
 
 @dataclass
@@ -116,7 +65,7 @@ def take(checkpoint: Checkpoint, shards: Shards, notebook: Notebook) -> Inventor
         taker.take_layer(entry)
     taker.take_rest()
     taker.note_bare_codes()
-    groups = [group for group in taker.groups.values() if group.units]
+    groups = [group for group in taker.groups.values() if len(group)]
     return Inventory(layers, groups, taker.dialects, taker.lost)
 
 
@@ -127,9 +76,11 @@ class _Taker:
         self.dialects: set[Dialect] = set()
         self.lost = 0
         self._taken: set[str] = set()
+        self._usable: set[str] = set()
 
     def take_layer(self, entry: LayerEntry) -> None:
         """All matrices of a usable layer."""
+        self._usable.add(entry.prefix)
         names = [name for name in (entry.names.gate, entry.names.up, entry.names.down) if name]
         for name in names:
             group = Group(entry.prefix, entry.number, entry.stack, name, Kind.EXPERTS)
@@ -231,47 +182,47 @@ class _Taker:
         if codes is None or scales is None:
             self._note_lost(group, spelling, expert)
             return
-        for unit in self._units(group, spelling, codes, scales, expert):
-            group.units.append(unit)
-            group.spellings.append(spelling)
+        self._add(group, spelling, codes, scales, expert)
 
-    def _units(
+    def _add(
         self, group: Group, spelling: Spelling, codes: TensorInfo, scales: TensorInfo,
         expert: int | None,
-    ) -> list[Unit]:  # fmt: skip
+    ) -> None:  # fmt: skip
         name = spelling.block_scale
-        file = self._checkpoint.file_of(name)
         where = self._shards.span(name, scales)
-        codes_at = self._shards.span(spelling.packed, codes)
         if not where.size:
             self._note(Code.UNREADABLE, group, name, expert, "it is empty")
-            return []
+            return
         fused = len(scales.shape) == 3 and group.kind is not Kind.DENSE and expert is None
         count = scales.shape[0] if fused else 1
         if count > MOST_FUSED:
             detail = f"{count} experts in one tensor, no model has more than {MOST_FUSED}"
             self._note(Code.UNREADABLE, group, name, expert, detail)
-            return []
-        fit = _fit(codes.shape[1:], scales.shape[1:]) if fused else _fit(codes.shape, scales.shape)
-        if fused and codes.shape[:1] != scales.shape[:1]:
-            fit = None
-        if fit is None:
-            detail = _misfit(codes.shape, scales.shape)
-            self._note(Code.UNFIT, group, name, expert, detail)
-        shape, turned = fit or (None, False)
-        size, codes_size = where.size // count, codes_at.size // count
-        return [
-            Unit(
-                i if fused else expert,
-                name,
-                file,
-                Span(where.file, where.begin + i * size, size),
-                Span(codes_at.file, codes_at.begin + i * codes_size, codes_size) if fit else None,
+            return
+        width, shape, turned = Width.UNKNOWN, None, False
+        if group.layer not in self._usable and is_wide(self._checkpoint, spelling):
+            width = Width.WIDE
+        else:
+            skip = int(fused and codes.shape[:1] == scales.shape[:1])
+            found = None if fused and not skip else fit(codes.shape[skip:], scales.shape[skip:])
+            if found is None:
+                self._note(Code.UNFIT, group, name, expert, _misfit(codes.shape, scales.shape))
+            else:
+                width, (shape, turned) = Width.NVFP4, found
+        group.add(
+            Stored(
+                spelling,
+                self._checkpoint.file_of(name),
+                expert,
+                fused,
+                count,
+                where,
+                self._shards.span(spelling.packed, codes) if shape else None,
                 shape,
                 turned,
+                width,
             )
-            for i in range(count)
-        ]
+        )
 
     def _note_lost(self, group: Group, spelling: Spelling, expert: int | None) -> None:
         """Of one shard of several, what is wholly in another was not asked for."""
@@ -308,25 +259,11 @@ class _Taker:
         self._notebook.add(code, group.where(tensor, expert, file), detail)
 
 
-def _fit(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int, int], bool] | None:
-    """((rows, columns / 16), turned) of codes [R, C/2] and scales [R, C/16] or both turned."""
-    if len(codes) > 2 and codes[:-1] == scales[:-1]:
-        # Matrices stacked in one linear: a block stays within the last dimension.
-        codes, scales = ((math.prod(shape[:-1]), shape[-1]) for shape in (codes, scales))
-    if len(codes) != 2 or len(scales) != 2:
-        return None
-    if codes[0] == scales[0] and codes[1] * 2 == scales[1] * _BLOCK:
-        return (scales[0], scales[1]), False
-    if codes[1] == scales[1] and codes[0] * 2 == scales[0] * _BLOCK:
-        return (scales[1], scales[0]), True
-    return None
-
-
 def _misfit(codes: tuple[int, ...], scales: tuple[int, ...]) -> str:
     text = f"codes {list(codes)}, block scales {list(scales)}"
     if len(codes) < 2:
         return text
-    rows, columns = codes[-2], codes[-1] * 2 // _BLOCK
+    rows, columns = codes[-2], codes[-1] * 2 // conventions.BLOCK
     padded = (-(-rows // 128) * 128) * (-(-columns // 4) * 4)
     if math.prod(scales[-2:]) == padded:
         text += ": the size of scales already swizzled into 128x4 tiles; a checkpoint stores them"

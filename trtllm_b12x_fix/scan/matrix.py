@@ -23,6 +23,7 @@ from trtllm_b12x_fix.doctor.advisories import (
     second_copy_bytes,
 )
 from trtllm_b12x_fix.doctor.model import tensor_intermediate
+from trtllm_b12x_fix.scan.bake import Bake
 
 TP_SIZES = (1, 2, 4, 8)
 #: As ``emulator.contract.KNOWN_VERSIONS``, which needs torch; the tests compare them.
@@ -96,16 +97,20 @@ def shapes_of(entries: Iterable[LayerEntry], top_k: int | None) -> list[LayerSha
     return [replace(shape, layers=count) for shape, count in counted.most_common()]
 
 
-def backend_matrix(shapes: list[LayerShape]) -> tuple[MatrixRow, ...]:
-    """Every shape on every backend at every tensor-parallel size."""
+def backend_matrix(shapes: list[LayerShape], bake: Bake = Bake.YES) -> tuple[MatrixRow, ...]:
+    """Every shape on every backend at every tensor-parallel size.
+
+    Args:
+        bake: of these layers; b12x rounds nothing twice of weight-only ones.
+    """
     return tuple(
-        _row(backend, tp, shape) for shape in shapes for backend in Backend for tp in TP_SIZES
+        _row(backend, tp, shape, bake) for shape in shapes for backend in Backend for tp in TP_SIZES
     )
 
 
-def _row(backend: Backend, tp: int, shape: LayerShape) -> MatrixRow:
+def _row(backend: Backend, tp: int, shape: LayerShape, bake: Bake) -> MatrixRow:
     mine, rest = divmod(shape.intermediate, tp)
-    bakes = backend is Backend.B12X
+    bakes = backend is Backend.B12X and bake is Bake.YES
     if rest or mine % _BLOCK:
         why = f"{shape.intermediate} cannot be cut into {tp} parts of whole blocks of {_BLOCK}"
         return MatrixRow(backend, tp, shape, Fit.IMPOSSIBLE, mine, 0, 0, bakes, (why,))

@@ -24,6 +24,8 @@ from trtllm_b12x_fix.errors import InputError
 Bytes = npt.NDArray[np.uint8]
 
 _LENGTH_BYTES = 8
+#: Files that a thread keeps open: scales and codes of a matrix, and a few shards before.
+_HANDLES = 8
 #: Reads this close to each other are made as one, up to this size.
 _GAP, _MOST = 4096, 1 << 20
 #: IEEE formats that a scale of one whole matrix may have, by header dtype.
@@ -48,7 +50,7 @@ class Span(NamedTuple):
 
 
 class Shards:
-    """Files opened once each; reads are positioned, so threads may share them.
+    """Files by number; reads are positioned, and every thread has its own handles.
 
     Leaving the ``with`` block closes all.
     """
@@ -58,7 +60,8 @@ class Shards:
         self._numbers: dict[Path, int] = {}
         self._paths: list[Path] = []
         self._starts: list[int] = []
-        self._open: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._mine = threading.local()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Shards:
@@ -70,10 +73,11 @@ class Shards:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for handle in self._open.values():
+        for handle in self._open:
             with suppress(OSError):
                 os.close(handle)
         self._open.clear()
+        self._mine = threading.local()
 
     def span(self, tensor: str, info: TensorInfo) -> Span:
         """Where a tensor's bytes are.
@@ -81,8 +85,7 @@ class Shards:
         Raises:
             InputError: the file cannot be read.
         """
-        # Not file_of, which is for messages: a name that cannot be shown is escaped there.
-        path = self._checkpoint._files[tensor]
+        path = self._checkpoint.path_of(tensor)
         if path not in self._numbers:
             number = len(self._paths)
             self._paths.append(path)
@@ -97,18 +100,16 @@ class Shards:
         Raises:
             InputError: the file cannot be read, or ends before the span does.
         """
-        handle = self._handle(span.file)
-        view, done = memoryview(target.data), 0
-        while done < span.size:
+        file, begin, size = span
+        handle, done = self._handle(file), 0
+        while done < size:
             try:
-                got = os.preadv(handle, [view[done:]], span.begin + done)
+                got = os.preadv(handle, [target.data[done:]], begin + done)
             except OSError as error:
-                raise InputError(
-                    f"{self._name(span.file)}: cannot be read: {error.strerror}"
-                ) from error
+                raise InputError(f"{self._name(file)}: cannot be read: {error.strerror}") from error
             if not got:
                 raise InputError(
-                    f"{self._name(span.file)}: ends at byte {span.begin + done}, where its header "
+                    f"{self._name(file)}: ends at byte {begin + done}, where its header "
                     f"promised {span.end}: truncated while it was read?"
                 )
             done += got
@@ -119,16 +120,24 @@ class Shards:
         return _LENGTH_BYTES + int.from_bytes(start.tobytes(), "little")
 
     def _handle(self, number: int) -> int:
-        with self._lock:
-            if number not in self._open:
-                try:
-                    flags = os.O_RDONLY | os.O_CLOEXEC
-                    self._open[number] = os.open(self._paths[number], flags)
-                except OSError as error:
-                    raise InputError(
-                        f"{self._name(number)}: cannot be read: {error.strerror}"
-                    ) from error
-            return self._open[number]
+        """This thread's handle; the oldest is closed, so that a thousand shards can be read."""
+        mine: dict[int, int] = self._mine.__dict__.setdefault("handles", {})
+        if number not in mine:
+            if len(mine) >= _HANDLES:
+                oldest = mine.pop(next(iter(mine)))
+                with self._lock:
+                    self._open.discard(oldest)
+                    os.close(oldest)
+            try:
+                handle = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise InputError(
+                    f"{self._name(number)}: cannot be read: {error.strerror}"
+                ) from error
+            with self._lock:
+                self._open.add(handle)
+            mine[number] = handle
+        return mine[number]
 
     def _name(self, number: int) -> str:
         return shown(self._paths[number].name)
@@ -175,6 +184,8 @@ def to_floats(raw: bytes, dtype: str) -> npt.NDArray[np.float32]:
     if layout is None:  # bf16 is the upper half of an fp32 number
         wide = np.frombuffer(raw, "<u2").astype(np.uint32) << np.uint32(16)
         return wide.view(np.float32)
+    stored = np.frombuffer(raw, layout)
+    if layout.itemsize <= np.dtype(np.float32).itemsize:
+        return stored.astype(np.float32)
     with np.errstate(over="ignore"):
-        values: npt.NDArray[np.float32] = np.frombuffer(raw, layout).astype(np.float32)
-    return values
+        return stored.astype(np.float32)

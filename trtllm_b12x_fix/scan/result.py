@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trtllm_b12x_fix.checkpoint.findings import Severity
 from trtllm_b12x_fix.checkpoint.layers import Stack
+from trtllm_b12x_fix.scan.bake import Bake
 from trtllm_b12x_fix.scan.matrix import MatrixRow
 from trtllm_b12x_fix.scan.statistics import BakeDamage
 
@@ -86,7 +87,7 @@ class ProjectionResult:
             makes of the blocks that count.
         saturated_fraction: share of blocks at 448, the largest scale there is.
         assumed_zero_blocks: left out as all zero by the look of the bytes; see ``statistics``.
-        weight_only: the layer has no input scales (W4A16): nothing is baked, none is affected.
+        bake: whether the bake touches the layer; where it does not, no matrix is affected.
         undecided: matrices of nothing but scales of 1.0 whose codes were not read.
         judged: matrices whose weight_scale_2 can be used.
         most_zeros: the matrix with the largest share of scales baked to 0, where there are any.
@@ -108,7 +109,7 @@ class ProjectionResult:
     saturated_fraction: float
     assumed_zero_blocks: int
     zero_blocks: int | None
-    weight_only: bool = False
+    bake: Bake = Bake.YES
     undecided: int = 0
     judged: int = 0
     most_zeros: ExpertDamage | None = None

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trtllm_b12x_fix.formats.e4m3_table import E4M3_MAX, E4M3_VALUES
+
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -28,21 +30,8 @@ ENOUGH = 64
 #: A spike at exactly 1.0 this many times its neighbours, and this high, is all-zero blocks.
 _SPIKE, _LEAST = 4, 16
 
-_MAX = 448.0
-
-
-def _values() -> npt.NDArray[np.float32]:
-    """From the definition, as in ``formats.e4m3``, which needs torch; the tests compare them."""
-    byte = np.arange(POSITIVE)
-    mantissa, exponent = byte & 7, byte >> 3
-    small = mantissa * 2.0**-9
-    values = np.where(exponent == 0, small, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-    values[NAN] = math.nan
-    return values.astype(np.float32)
-
-
 #: fp32 value of each positive byte; 0x7F is NaN.
-VALUES = _values()
+VALUES = np.array(E4M3_VALUES[:POSITIVE], np.float32)
 
 
 @dataclass(frozen=True)
@@ -155,7 +144,7 @@ def encode(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     Above 464 older versions of torch made NaN where torch 2.13 saturates; such products are
     counted as a finding, see ``findings``.
     """
-    clamped = np.minimum(values, np.float32(_MAX))
+    clamped = np.minimum(values, np.float32(E4M3_MAX))
     # Adding 2^23 leaves fp32 no room for a fraction: it rounds to whole multiples of 2^-9, which
     # are their own bytes up to the smallest normal, 8.
     large = np.float32(2.0**23)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from trtllm_b12x_fix.scan import statistics
+from trtllm_b12x_fix.scan.bake import Bake
 from trtllm_b12x_fix.scan.counting import Counted
-from trtllm_b12x_fix.scan.inventory import Group
+from trtllm_b12x_fix.scan.groups import Floats, Group
 from trtllm_b12x_fix.scan.result import (
     ExpertDamage,
     Kind,
@@ -25,61 +27,91 @@ _WORST = 5
 
 
 @dataclass(frozen=True)
-class Projection:
-    """A result and the sums it came from.
+class Part:
+    """Sums over some matrices of a projection: all that is kept of their counts.
 
     Attributes:
+        tally: entries of the matrices at ``good`` (int64, places in the projection).
+        stored, baked: as in :class:`~trtllm_b12x_fix.scan.result.ProjectionResult`.
+        assumed, known: blocks left out as all zero.
         unsure: places of matrices whose damage depends on what was assumed of scales of 1.0.
     """
+
+    tally: Tally
+    good: Counts
+    stored: Counts
+    baked: Counts
+    assumed: int
+    known: int | None
+    undecided: int
+    unsure: Counts
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A result, the sums it came from, and where it rests on assumptions (see :class:`Part`)."""
 
     result: ProjectionResult
     sums: Tally
     unsure: Counts
 
 
-def projection(group: Group, counted: Counted) -> Projection:
-    """What baking does to one projection's matrices."""
+def part(group: Group, counted: Counted) -> Part:
+    """What baking does to some matrices of a projection."""
     effective, assumed, known = _effective(counted)
-    good = np.flatnonzero(np.isfinite(group.weight_scale_2))
+    scale = group.weight_scale_2[counted.first : counted.end]
+    good = np.flatnonzero(np.isfinite(scale))
     energy = None if counted.energy is None else counted.energy[good]
-    tally = statistics.tally(effective[good], group.weight_scale_2[good], energy)
-    rms = tally.rms()
-    order = np.argsort(-rms, kind="stable")[:_WORST]
-    scales = group.weight_scale_2[good]
-    worst = tuple(
-        ExpertDamage(group.units[good[i]].expert, float(scales[i]), tally.one(int(i)))
-        for i in order
-    )
-    stored = counted.counts.sum(axis=0)
-    lossy = _lossy(tally) & (not group.weight_only)
-    share = tally.zeros / np.maximum(tally.blocks, 1)
-    most = int(share.argmax()) if share.any() else None
     undecided = statistics.only_ones(counted.counts) & (counted.nonzero is None)
+    unsure = _unsure(scale, counted, good) if group.bake is Bake.YES else np.empty(0, np.int64)
+    return Part(
+        statistics.tally(effective[good], scale[good], energy),
+        good + counted.first,
+        counted.counts.sum(axis=0),
+        statistics.baked_counts(effective[good], scale[good]),
+        assumed,
+        known,
+        int(undecided.sum()),
+        unsure + counted.first,
+    )
+
+
+def projection(group: Group, parts: Sequence[Part]) -> Projection:
+    """What baking does to one projection, from all its parts."""
+    tally = Tally.joined([one.tally for one in parts])
+    good = np.concatenate([one.good for one in parts])
+    scales = group.weight_scale_2[good]
+
+    def damage(place: int) -> ExpertDamage:
+        expert = group.unit(int(good[place])).expert
+        return ExpertDamage(expert, float(scales[place]), tally.one(place))
+
+    stored: Counts = sum((one.stored for one in parts), start=np.zeros(256, np.int64))
+    lossy = _lossy(tally) & (group.bake is Bake.YES)
+    share = tally.zeros / np.maximum(tally.blocks, 1)
+    known = [one.known for one in parts if one.known is not None]
     result = ProjectionResult(
         layer=group.layer,
         number=group.number,
         stack=group.stack,
         projection=group.projection,
         kind=group.kind,
-        matrices=len(group.units),
+        matrices=len(group),
         affected=int(lossy.sum()),
         damage=tally.all(),
-        worst=worst,
+        worst=tuple(damage(int(i)) for i in np.argsort(-tally.rms(), kind="stable")[:_WORST]),
         weight_scale_2=(float(scales.min()), float(scales.max())) if len(scales) else None,
         counts=stored,
-        baked=statistics.baked_counts(effective[good], scales),
+        baked=sum((one.baked for one in parts), start=np.zeros(statistics.NAN, np.int64)),
         saturated_fraction=int(stored[statistics.LARGEST]) / max(int(stored.sum()), 1),
-        assumed_zero_blocks=assumed,
-        zero_blocks=known,
-        weight_only=group.weight_only,
-        undecided=int(undecided.sum()),
+        assumed_zero_blocks=sum(one.assumed for one in parts),
+        zero_blocks=sum(known) if known else None,
+        bake=group.bake,
+        undecided=sum(one.undecided for one in parts),
         judged=len(good),
-        most_zeros=None
-        if most is None
-        else ExpertDamage(group.units[good[most]].expert, float(scales[most]), tally.one(most)),
+        most_zeros=damage(int(share.argmax())) if share.any() else None,
     )
-    unsure = np.empty(0, np.int64) if group.weight_only else _unsure(group, counted, good)
-    return Projection(result, tally.total(), unsure)
+    return Projection(result, tally.total(), np.concatenate([one.unsure for one in parts]))
 
 
 def _lossy(tally: Tally) -> npt.NDArray[np.bool_]:
@@ -87,19 +119,20 @@ def _lossy(tally: Tally) -> npt.NDArray[np.bool_]:
     return lossy
 
 
-def _unsure(group: Group, counted: Counted, good: Counts) -> Counts:
+def _unsure(scale: Floats, counted: Counted, good: Counts) -> Counts:
     """Places of matrices that are damaged only with, or only without, a spike at 1.0."""
     if counted.nonzero is not None:
         return np.empty(0, np.int64)
     excess = statistics.spike_at_one(counted.counts)
     excess[statistics.only_ones(counted.counts)] = 0  # undecided, and said to be
     places = good[excess[good] > 0]
+    if not places.size:
+        return places
     every = counted.counts[places]
     without = every.copy()
     without[:, ONE] -= excess[places]
-    scales = group.weight_scale_2[places]
-    differs = _lossy(statistics.tally(every, scales)) != _lossy(statistics.tally(without, scales))
-    unsure: Counts = places[differs]
+    one_way, other_way = (_lossy(statistics.tally(c, scale[places])) for c in (every, without))
+    unsure: Counts = places[one_way != other_way]
     return unsure
 
 
@@ -153,7 +186,9 @@ def totals(
         lost: matrices of which a part is in files that were not looked at.
     """
     experts = [
-        one for one in projections if one.result.kind is Kind.EXPERTS and not one.result.weight_only
+        one
+        for one in projections
+        if one.result.kind is Kind.EXPERTS and one.result.bake is Bake.YES
     ]
     judged = sum(one.result.judged for one in projections)
     matrices = sum(one.result.matrices for one in projections)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from trtllm_b12x_fix.checkpoint.declared import W4A16
 from trtllm_b12x_fix.checkpoint.files import Checkpoint
 from trtllm_b12x_fix.checkpoint.findings import Severity
 from trtllm_b12x_fix.checkpoint.layers import Stack
 from trtllm_b12x_fix.scan import completeness
+from trtllm_b12x_fix.scan.bake import Bake
 from trtllm_b12x_fix.scan.findings import Code
 from trtllm_b12x_fix.scan.result import (
     ExpertDamage,
@@ -18,8 +20,6 @@ from trtllm_b12x_fix.scan.result import (
     Verdict,
 )
 
-#: As ``doctor.model``: b12x runs such layers as W4A16 and bakes nothing.
-W4A16 = "W4A16_NVFP4"
 COMMAND = "trtllm-b12x-fix check-layer"
 _WEIGHTS = "scan with --weights: it reads the codes and tells zeros from weights"
 _FIX = (
@@ -51,7 +51,7 @@ def judge(
     """
     damage = [finding for finding in findings if finding.severity is Severity.DAMAGE]
     codes = {finding.code for finding in findings}
-    baked = [one for one in worst_first if not one.weight_only]
+    baked = [one for one in worst_first if one.bake is Bake.YES]
     bake = _bake(checkpoint, worst_first, baked, totals, codes, algorithm)
     holes = _holes(baked, totals)
     if not damage and not holes:
@@ -108,13 +108,8 @@ def _bake(
     algorithm: str | None,
 ) -> Opinion:
     part = _restriction(checkpoint)
-    if worst_first and (algorithm == W4A16 or not baked):
-        why = W4A16 if algorithm == W4A16 else "W4A16 (no layer of experts has input scales)"
-        return Opinion(
-            Verdict.NOT_APPLICABLE,
-            f"{why}: TensorRT-LLM runs these layers on b12x as W4A16 and bakes nothing{part}",
-            (),
-        )
+    if worst_first and not baked:
+        return Opinion(Verdict.NOT_APPLICABLE, _unbaked(worst_first, algorithm) + part, ())
     if not worst_first:
         return Opinion(Verdict.NOT_APPLICABLE, _nothing(totals, codes) + part, ())
     caveats = _caveats(worst_first, totals, codes)
@@ -145,6 +140,17 @@ def _bake(
     return Opinion(Verdict.CLEAN, reason + caveats, tuple(steps))
 
 
+def _unbaked(worst_first: list[ProjectionResult], algorithm: str | None) -> str:
+    """Why the bake touches none of the layers that are there."""
+    if any(one.bake is Bake.NOT_RUN for one in worst_first):
+        return (
+            f"{algorithm or 'activations of another format'}: b12x takes NVFP4 activations, or "
+            "none, so these layers do not run on it and nothing is baked"
+        )
+    why = W4A16 if algorithm == W4A16 else "W4A16 (weight-only)"
+    return f"{why}: TensorRT-LLM runs these layers on b12x as W4A16 and bakes nothing"
+
+
 def _nothing(totals: Totals, codes: set[str]) -> str:
     """Why there is nothing to bake."""
     if Code.NOT_RUN.value in codes:
@@ -167,8 +173,10 @@ def _caveats(worst_first: list[ProjectionResult], totals: Totals, codes: set[str
         )
     if Code.ASSUMPTION.value in codes:
         text += "; it depends on what stands under scales of 1.0 (run --weights)"
-    if weight_only := len({one.layer for one in worst_first if one.weight_only}):
-        text += f"; {weight_only:,} layers without input scales are W4A16 and not baked"
+    if unbaked := len({one.layer for one in worst_first if one.bake is not Bake.YES}):
+        text += (
+            f"; {unbaked:,} layers are not baked (W4A16, or activations that b12x does not take)"
+        )
     return text
 
 
