@@ -1,8 +1,8 @@
 """Switch the repair on and off in this process, and tell what is true.
 
-The hook (startup.py) calls :func:`on_import` when TensorRT-LLM's module was imported; the
-integration plans, the patches are installed here, and the ledger is told. ``apply`` does the same
-for a module that is there already.
+The hook (startup.py, vllm_plugin.py) calls :func:`on_import` when a module of a serving stack was
+imported; the integration plans, the patches are installed here, and the ledger is told. ``apply``
+does the same for a module that is there already.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from trtllm_b12x_fix import patching, startup
+from trtllm_b12x_fix import patching, stacks, startup, vllm_plugin
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.fix_state import FixState, SymbolStatus, TargetStatus, overall
-from trtllm_b12x_fix.integrations import targets
 from trtllm_b12x_fix.ledger import Ledger
 from trtllm_b12x_fix.ledger_entries import ProcessStatus, read_processes
 from trtllm_b12x_fix.patching import Patch, PatchConflictError, PatchState, TargetPlan
@@ -68,7 +67,7 @@ def apply(mode: Mode | str | None = None) -> FixStatus:
 
     Raises:
         InputError: ``mode`` or a variable has a value that is not known.
-        B12xFixError: TensorRT-LLM is imported already and cannot be repaired.
+        B12xFixError: TensorRT-LLM or vLLM is imported already and cannot be repaired.
     """
     asked = Mode.AUTO if mode is None else _mode(mode)
     said = mode_of(os.environ)
@@ -80,7 +79,9 @@ def apply(mode: Mode | str | None = None) -> FixStatus:
             stacklevel=2,
         )
     startup.arm()
-    for name in targets.TARGET_MODULES:
+    if stacks.VLLM.root in sys.modules:
+        vllm_plugin.register()
+    for name in (*stacks.TENSORRT_LLM.modules, *stacks.VLLM.modules):
         module = sys.modules.get(name)
         if module is not None and not _is_up_to_date(name, module):
             on_import(module, name)
@@ -97,6 +98,7 @@ def remove() -> FixStatus:
     """
     global _variable_set
     startup.uninstall()
+    vllm_plugin.FINDER.uninstall()
     if _variable_set is not None and os.environ.get(MODE) == _variable_set:
         del os.environ[MODE]
     _variable_set = None
@@ -133,10 +135,10 @@ def on_import(module: ModuleType, name: str) -> None:
     settings = Settings()
     before = _treated.get(name)
     try:
-        settings = Settings.from_environment()
+        settings = _settings_for(name)
         if before is not None and before.settings != settings:
             _require_undone(before.plan.patches)
-        _treated[name] = _Treated(module, settings, _treat(module, settings))
+        _treated[name] = _Treated(module, settings, _treat(name, module, settings))
     except Exception as error:
         message = f"{type(error).__name__}: {error}"[:_LONGEST_NOTE]
         _treated[name] = _Treated(module, settings, failure=message)
@@ -145,10 +147,14 @@ def on_import(module: ModuleType, name: str) -> None:
         Ledger.for_process().write()
 
 
-def _treat(module: ModuleType, settings: Settings) -> TargetPlan:
+def _settings_for(name: str) -> Settings:
+    return Settings.from_environment(unset=stacks.stack_of(name).unset)
+
+
+def _treat(name: str, module: ModuleType, settings: Settings) -> TargetPlan:
     if not settings.mode.wants_repair:
         return TargetPlan()
-    plan = _integration()(module, settings)
+    plan = _integration(name)(module, settings)
     done: list[Patch] = []
     try:
         for patch in plan.patches:
@@ -160,8 +166,8 @@ def _treat(module: ModuleType, settings: Settings) -> TargetPlan:
     return plan
 
 
-def _integration() -> Any:
-    module, _, function = targets.CALLBACK.partition(":")
+def _integration(name: str) -> Any:
+    module, _, function = stacks.stack_of(name).callback().partition(":")
     return getattr(importlib.import_module(module), function)
 
 
@@ -188,11 +194,11 @@ def _is_up_to_date(name: str, module: ModuleType) -> bool:
         return False
     if any(not patch.state().in_effect for patch in before.plan.patches):
         return False
-    return before.settings == Settings.from_environment()
+    return before.settings == _settings_for(name)
 
 
 def _targets() -> tuple[TargetStatus, ...]:
-    return tuple(_target(name) for name in targets.TARGET_MODULES)
+    return tuple(_target(name) for stack in stacks.here() for name in stack.modules)
 
 
 def _target(name: str) -> TargetStatus:
@@ -202,7 +208,8 @@ def _target(name: str) -> TargetStatus:
     if module is None:
         return _not_imported(name)
     if done is None or done.module is not module:
-        note = "imported before or past the hook; trtllm_b12x_fix.apply() would repair it"
+        way_in = stacks.stack_of(name).way_in
+        note = f"imported before or past the hook; {way_in} would repair it"
         return TargetStatus(name, FixState.MISSED, note)
     if done.settings.mode is Mode.NOT_ASKED:
         return TargetStatus(name, FixState.NOT_ASKED, f"{MODE} was unset when it was imported")
@@ -212,10 +219,11 @@ def _target(name: str) -> TargetStatus:
 
 
 def _not_imported(name: str) -> TargetStatus:
-    if not startup.is_in_place():
-        note = "trtllm_b12x_fix.apply() would put it in place"
+    stack = stacks.stack_of(name)
+    if not stack.is_hooked():
+        note = f"{stack.way_in} would put it in place"
         return TargetStatus(name, FixState.UNHOOKED, note)
-    mode = _mode_now()
+    mode = _mode_now(stack.unset)
     if mode is Mode.NOT_ASKED:
         return TargetStatus(name, FixState.WAITING, f"{MODE} is unset: nothing would be patched")
     if mode is Mode.OFF:
@@ -228,6 +236,8 @@ def _not_imported(name: str) -> TargetStatus:
 def _planned(name: str, plan: TargetPlan) -> TargetStatus:
     symbols = tuple(SymbolStatus(patch.symbol, patch.describe()) for patch in plan.patches)
     states = {patch.state() for patch in plan.patches}
+    if not states and plan.refusal:
+        return TargetStatus(name, FixState.OUT_OF_REACH, plan.refusal)
     if not states:
         return TargetStatus(name, FixState.NOT_NEEDED, plan.note)
     bad = [one.state for one, patch in zip(symbols, plan.patches, strict=True) if not _works(patch)]
@@ -236,6 +246,9 @@ def _planned(name: str, plan: TargetPlan) -> TargetStatus:
     if bad:
         return TargetStatus(name, FixState.REMOVED, "; ".join(bad), symbols)
     wrapped = [one.state for one in symbols if one.state != PatchState.ACTIVE.value]
+    if plan.refusal:
+        note = f"any layer would be refused: {plan.refusal}"
+        return TargetStatus(name, FixState.WOULD_REFUSE, note, symbols)
     note = "; ".join(part for part in (plan.note, *wrapped) if part)
     return TargetStatus(name, FixState.ACTIVE, note, symbols)
 
@@ -263,9 +276,9 @@ def _describe_now() -> dict[str, Any]:
     }
 
 
-def _mode_now() -> Mode | None:
+def _mode_now(unset: Mode = Mode.NOT_ASKED) -> Mode | None:
     try:
-        return mode_of(os.environ)
+        return mode_of(os.environ, unset)
     except InputError:
         return None
 

@@ -14,11 +14,15 @@ class FixState(Enum):
     WAITING = "waiting for the import"
     NOT_NEEDED = "not needed"
     ACTIVE = "active"
+    WOULD_REFUSE = "unknown version: would be refused"
+    """Nothing is repaired, and a layer that would need it stops the start or goes to CUTLASS."""
     UNHOOKED = "not waiting: no hook"
     NOT_ASKED = "off: not asked for"
     OFF = "off"
     REMOVED = "removed"
     MISSED = "imported without the hook"
+    OUT_OF_REACH = "unknown version: out of reach"
+    """b12x is prepared where nothing can be patched: on SM120 and SM121 its layers are baked."""
     REPLACED = "replaced by someone else"
     FAILED = "failed"
     UNKNOWN = "unknown"
@@ -27,7 +31,8 @@ class FixState(Enum):
     @property
     def is_good(self) -> bool:
         """Whether a process in this state computes with exact scales (or not at all, yet)."""
-        return self in (FixState.WAITING, FixState.NOT_NEEDED, FixState.ACTIVE)
+        good = (FixState.WAITING, FixState.NOT_NEEDED, FixState.ACTIVE, FixState.WOULD_REFUSE)
+        return self in good
 
     @classmethod
     def of(cls, text: object) -> FixState:

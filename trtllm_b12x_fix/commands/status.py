@@ -1,10 +1,10 @@
 """What running processes really did about the scales: read from the records they left.
 
-Each process that imports TensorRT-LLM's MoE module records what became of the patched class, and
-looks again at each layer loaded and at its end. State and layer counts are as of then; whether a
-process still runs, and the same program, is looked up now. A process forked by one with a record
-leaves its own (up to 32 of each parent); one that runs exec with the same program cannot be told
-from before, until it imports the module.
+Each process that imports TensorRT-LLM's or vLLM's MoE module records what became of the patched
+class, and looks again at each layer loaded and at its end. State and layer counts are as of then;
+whether a process still runs, and the same program, is looked up now. A process forked by one with a
+record leaves its own (up to 32 of each parent); one that runs exec with the same program cannot be
+told from before, until it imports the module.
 
 A process that cannot write its record is not listed; --require-live makes a finding of no live one.
 

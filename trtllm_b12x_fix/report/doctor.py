@@ -58,6 +58,7 @@ def _installed(facts: Facts) -> str:
     rows = [
         "this Python",
         _row("tensorrt_llm", _package(facts.tensorrt_llm)),
+        *([] if facts.vllm is None else [_row("vllm", facts.vllm.version)]),
         _row("flashinfer-python", _package(facts.flashinfer)),
         _row("nvidia-cutlass-dsl", cutlass),
         _row("torch", torch),
@@ -159,6 +160,7 @@ def to_json(diagnosis: Diagnosis) -> str:
         "environment": asdict(facts.environment),
         "tensorrt_llm": _package_json(facts.tensorrt_llm),
         "flashinfer": _package_json(facts.flashinfer),
+        "vllm": None if facts.vllm is None else asdict(facts.vllm),
         "source": None if facts.reading is None else _plain(asdict(facts.reading)),
         "damage": facts.damage,
         "switch": _switch_json(facts),

@@ -1,0 +1,1 @@
+"""The plugin, against vLLM's real classes on a CPU."""
