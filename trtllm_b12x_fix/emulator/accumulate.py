@@ -62,6 +62,8 @@ def combine(
 
 def _all_terms(partials: Tensor, alpha: Tensor, weight: Tensor, output_sum: OutputSum) -> Tensor:
     """:func:`_terms` a few tokens at a time, whose temporaries stay in a CPU's cache."""
+    if partials.device.type != "cpu":  # no such cache, and every launch costs
+        return _terms(partials, alpha, weight, output_sum)
     step = max(1, _CACHED_TERMS // max(1, partials[0].numel()))
     terms = torch.empty_like(partials)
     for start in range(0, partials.shape[0], step):
