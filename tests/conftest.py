@@ -81,8 +81,7 @@ def _find_oracle(name: str) -> Path:
         pytest.fail(f"no oracle is called {name!r}; there are {', '.join(ORACLES)}", pytrace=False)
     if not oracle.is_current():
         pytest.fail(
-            f"oracle {name!r} is missing or of another version: run `make oracles"
-            f"{' ORACLES=all' if oracle.optional else ''}`",
+            f"oracle {name!r} is missing or of another version: run `make oracles`",
             pytrace=False,
         )
     return oracle.path
