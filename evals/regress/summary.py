@@ -109,19 +109,21 @@ class Summary:
         """How far each metric may move by another order of adds alone.
 
         The far end of the paired interval between two runs of one arm that differ in that order:
-        the arm's own where the suite has it, else the `alphas` arm's. Empty if neither ran.
+        the arm's own or the `alphas` arm's, whichever is wider. Empty if neither ran twice.
         """
         if arm not in self._floors:
-            self._floors[arm] = self._measure_floor(arm)
+            own, alphas = self._measure_floor(arm), self._measure_floor(Arm.ALPHAS)
+            self._floors[arm] = {
+                name: max(floor.get(name, 0.0) for floor in (own, alphas)) for name in own | alphas
+            }
         return self._floors[arm]
 
     def _measure_floor(self, arm: Arm) -> dict[str, float]:
-        for wanted in (arm, Arm.ALPHAS):
-            for other in self.variants:
-                own = replace(other, seed=0)
-                if other.seed and other.arm is wanted and own in self._scores:
-                    metrics = self.compare(other, own, FLOOR_CONFIDENCE).metrics
-                    return {name: max(abs(e.low), abs(e.high)) for name, e in metrics.items()}
+        for other in self.variants:
+            own = replace(other, seed=0)
+            if other.seed and other.arm is arm and own in self._scores:
+                metrics = self.compare(other, own, FLOOR_CONFIDENCE).metrics
+                return {name: max(abs(e.low), abs(e.high)) for name, e in metrics.items()}
         return {}
 
     def states_sha256(self, variant: Variant) -> str:
