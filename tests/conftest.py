@@ -79,6 +79,8 @@ def _find_oracle(name: str) -> Path:
     oracle = ORACLES.get(name)
     if oracle is None:
         pytest.fail(f"no oracle is called {name!r}; there are {', '.join(ORACLES)}", pytrace=False)
+    if not oracle.fits:
+        pytest.skip(f"oracle {name!r} needs Python {'.'.join(map(str, oracle.since))}")
     if not oracle.is_current():
         pytest.fail(
             f"oracle {name!r} is missing or of another version: run `make oracles`",

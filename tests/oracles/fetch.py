@@ -39,6 +39,13 @@ class Oracle:
     compiled: bool = False
     python_only: bool = False
     """Keep only Python files and metadata of a wheel whose rest is compiled for GPUs."""
+    since: tuple[int, int] = (3, 10)
+    """The oldest Python that pip installs it for; below it there is no such oracle."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it exists for this interpreter."""
+        return sys.version_info >= self.since
 
     @property
     def path(self) -> Path:
@@ -62,8 +69,8 @@ def _flashinfer(version: str) -> Oracle:
     return Oracle(f"flashinfer-{version}", (f"flashinfer-python=={version}",))
 
 
-def _vllm(version: str) -> Oracle:
-    return Oracle(f"vllm-{version}", (f"vllm=={version}",), python_only=True)
+def _vllm(version: str, since: tuple[int, int]) -> Oracle:
+    return Oracle(f"vllm-{version}", (f"vllm=={version}",), python_only=True, since=since)
 
 
 # One set serves all six FlashInfer versions, b12x and vLLM. It is what importing their
@@ -140,8 +147,8 @@ ORACLES = {
         # Beside the torch, transformers and pydantic that are there; it lacks only its logger.
         Oracle("compressed-tensors", ("compressed-tensors==0.20.1", "loguru==0.7.3")),
         Oracle("vllm-deps", VLLM_DEPS, compiled=True),
-        _vllm("0.27.0"),
-        _vllm("0.33.0"),
+        _vllm("0.27.0", since=(3, 10)),
+        _vllm("0.33.0", since=(3, 11)),
     )
 }
 
@@ -232,6 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [oracle for oracle in ORACLES.values() if oracle.name in names]
     with _only_one_run():
         for oracle in wanted:
+            if not oracle.fits:
+                print(f"oracles: {oracle.name} needs Python {'.'.join(map(str, oracle.since))}")
+                continue
             if oracle.is_current():
                 continue
             print(f"oracles: fetching {oracle.name}", flush=True)
