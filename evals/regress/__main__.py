@@ -196,8 +196,9 @@ def _generate(
         Variant(Arm.BF16),
         Variant(Arm.ALPHAS, STATIC),
         Variant(Arm.BAKED, STATIC, moved),
-        Variant(Arm.ALPHAS, STATIC, seed=suite.OTHER_ORDER),
+        Variant(Arm.ALPHAS, STATIC),  # does the device repeat itself?
         Variant(Arm.ALPHAS, STATIC, moved),
+        Variant(Arm.ALPHAS, STATIC, seed=suite.OTHER_ORDER),
         Variant(Arm.BAKED, STATIC),
         Variant(Arm.REFERENCE),
     ]

@@ -53,7 +53,8 @@ def _suite(run: Run) -> str:
 
 
 def _checks(run: Run) -> list[str]:
-    return [f"{'ok  ' if c.passed else 'FAIL'} {c.name}: {c.detail}" for c in run.checks]
+    marks = {True: "ok  ", False: "FAIL", None: "----"}
+    return [f"{marks[check.passed]} {check.name}: {check.detail}" for check in run.checks]
 
 
 def _arms(run: Run) -> list[str]:

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from evals.regress import judge
+from evals.regress.arms import STATIC, Arm, Variant
 from evals.regress.document import SCHEMA, dump, load_baseline
+from evals.regress.generate import Generation
+from evals.regress.suite import Scored
 from tests.regression.tiny import SUITE, Bench
 from trtllm_b12x_fix.errors import InputError
+from trtllm_b12x_fix.law import Powers
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +123,7 @@ class TestNotGood:
         assert bench.run("--time-limit", "0") == 1
         out = capsys.readouterr().out
         cut = [line for line in out.splitlines() if "not run: the time limit was reached" in line]
-        assert len(cut) == 8 + 6  # every arm but bf16, every generation but the first
+        assert len(cut) == 8 + 7  # every arm but bf16, every generation but the first
         assert out.rstrip().splitlines()[-1].startswith("INCOMPLETE")
 
     @pytest.mark.parametrize("what", ["schema", "suite", "documents_sha256", "model_sha256"])
@@ -171,6 +175,21 @@ class TestJudge:
         assert judge.verdict([good], cut) is judge.Verdict.INCOMPLETE
         assert judge.verdict([good, bad], cut) is judge.Verdict.REGRESSION
 
+    def test_generations_are_judged_only_where_the_device_repeats_itself(self):
+        def made(powers, *answers):
+            return Generation(Variant(Arm.ALPHAS, STATIC, powers), [list(a) for a in answers])
+
+        own, moved = made(Powers(), [1, 2], [3]), made(Powers(5, 5), [1, 2], [4])
+        (failed,) = judge.law_of_generations([own, own, moved])
+        assert failed.passed is False
+        assert failed.detail == "1 of 2 answers alike at k=5 j=5"
+        (passed,) = judge.law_of_generations([own, own, made(Powers(5, 5), [1, 2], [3])])
+        assert passed.passed is True
+        (unsure,) = judge.law_of_generations([own, made(Powers(), [1, 2], [5]), moved])
+        assert unsure.passed is None
+        assert judge.verdict([unsure], []) is judge.Verdict.GOOD
+        assert judge.law_of_generations([own, moved]) == []
+
     def test_no_number_is_lost_on_the_way_through_json(self):
         document = {"a": [1.5, None, 2], "b": {"c": ["x" * 200, []]}, "d": {}, "e": [[1] * 60] * 2}
         assert json.loads(dump(document)) == document
@@ -185,7 +204,4 @@ class TestJudge:
 
 
 def _not_run():
-    from evals.regress.arms import Arm, Variant
-    from evals.regress.suite import Scored
-
     return Scored(Variant(Arm.REFERENCE), None, 0.0, "cut")

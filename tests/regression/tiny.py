@@ -15,7 +15,7 @@ from evals.regress import language_model, suite
 from evals.regress.language_model import LanguageModel
 from evals.regress.suite import Suite, SuiteName
 
-VOCABULARY = 128
+VOCABULARY, HIDDEN = 128, 64
 SUITE = Suite(SuiteName.SMALL, 6, 3, 60, range(8), 8, 2, new_tokens=6)
 #: Without generation, for planted defects.
 QUICK = replace(SUITE, prompts=0)
@@ -39,7 +39,7 @@ def model() -> LanguageModel:
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=HIDDEN,
         intermediate_size=6 * 32,
         num_hidden_layers=2,
         num_attention_heads=4,
