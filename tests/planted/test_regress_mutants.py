@@ -139,10 +139,9 @@ def _first_scale_for_all(weights, input_amax):
 
 
 def _gate_up(weights, input_amax):
-    halves = [
-        torch.cat(weight.chunk(2)[::-1]) if len(weight) > 64 else weight for weight in weights
-    ]
-    return _quantize([half.contiguous() for half in halves], input_amax)
+    if weights[0].shape[1] == tiny.HIDDEN:
+        weights = [torch.cat(weight.chunk(2)[::-1]) for weight in weights]
+    return _quantize(weights, input_amax)
 
 
 def _first_documents_only(model, documents_):

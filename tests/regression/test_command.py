@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
 import torch
 
-from evals.regress import judge
+from evals.regress import judge, suite
 from evals.regress.arms import STATIC, Arm, Variant
 from evals.regress.document import SCHEMA, dump, load_baseline
 from evals.regress.generate import Generation
-from evals.regress.suite import Scored
-from tests.regression.tiny import SUITE, Bench
+from evals.regress.suite import Scored, SuiteName
+from tests.regression.tiny import QUICK, SUITE, Bench
 from trtllm_b12x_fix.errors import InputError
 from trtllm_b12x_fix.law import Powers
 
@@ -94,6 +95,23 @@ class TestGood:
         assert "EMULATED on CPU" in text
         assert text.rstrip().splitlines()[-1].startswith("GOOD: every check holds")
         assert "not run" not in text
+
+
+def test_the_full_suite_runs_every_arm_on_every_kernel(tmp_path, monkeypatch, capsys):
+    full = replace(QUICK, name=SuiteName.FULL, sweep=range(11))
+    bench = Bench(tmp_path, monkeypatch, full)
+    bench.prepare()
+    kept = json.loads(bench.baseline.read_text())
+    assert kept["verdict"] == "good"
+    assert {v["kernel"] for v in kept["variants"]} == {None, *map(str, suite.KERNELS)}
+    lawful = [c["name"] for c in kept["checks"] if c["name"].startswith("law, whole model")]
+    # w4a16, the reference, and `alphas` on four kernels: 0.6.16 has none, one misreads scales.
+    assert len(lawful) == 2 + 4
+    assert not any("0.6.18 direct-micro" in name for name in lawful)
+    trap = [v for v in kept["variants"] if v["kernel"] == "0.6.18 direct-micro"]
+    broken = {v["arm"] for v in trap if v["metrics"]["all"]["kl_mean"][0] > 5}
+    assert broken == {"alphas", "baked"}
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("GOOD")
 
 
 class TestNotGood:

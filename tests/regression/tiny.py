@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evals.regress import __main__ as command
-from evals.regress import language_model, suite
+from evals.regress import language_model, statistics, suite
 from evals.regress.language_model import LanguageModel
 from evals.regress.suite import Suite, SuiteName
 
@@ -89,6 +89,7 @@ class Bench:
         self.items, self.problems = texts(folder)
         self.calibration, self.baseline = folder / "calibration.json", folder / "baseline.json"
         monkeypatch.setattr(language_model, "load", lambda *_: model())
+        monkeypatch.setattr(statistics, "DRAWS", 500)  # enough to tell broken from sound
         monkeypatch.setattr(suite, "SUITES", {"small": chosen})
 
     def run(self, *options: str) -> int:
