@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib import metadata
@@ -32,6 +33,32 @@ from trtllm_b12x_fix.integrations.regular_files import regular_bytes
 DISTRIBUTION = "flashinfer-python"
 _MOE = Path("fused_moe/cute_dsl")
 _SM12X = _MOE / "blackwell_sm12x"
+
+
+@dataclass
+class NeededContract:
+    """The contract of a process that is about to run b12x: read once, when first asked for."""
+
+    read: Callable[[], KernelContract | None]
+    _found: KernelContract | None = None
+
+    def get(self) -> KernelContract:
+        """The contract.
+
+        Raises:
+            UnsupportedVersionError: FlashInfer is missing or not known.
+        """
+        if self._found is None:
+            found = self.read()
+            if found is None:
+                raise UnsupportedVersionError("FlashInfer is not installed: b12x cannot run")
+            self._found = found
+        return self._found
+
+    @property
+    def version(self) -> str:
+        """FlashInfer's version for reports, ``unknown`` before the contract was read."""
+        return self._found.version if self._found else "unknown"
 
 
 def installed_contract() -> KernelContract | None:

@@ -30,7 +30,7 @@ from trtllm_b12x_fix.integrations.b12x_dispatch import (
     widen_static,
 )
 from trtllm_b12x_fix.integrations.b12x_wrapper import FORCE_W4A16
-from trtllm_b12x_fix.integrations.flashinfer import installed_contract
+from trtllm_b12x_fix.integrations.flashinfer import NeededContract, installed_contract
 from trtllm_b12x_fix.integrations.trtllm_contract import INPUT_GLOBAL_SCALE, ContractError
 from trtllm_b12x_fix.integrations.trtllm_entries import ScaleState
 from trtllm_b12x_fix.integrations.trtllm_layer import LayerOutcome, choose_strategy
@@ -79,7 +79,10 @@ class Process:
     version: str
     reporter: Reporter = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _contract: KernelContract | None = None
+    # By name at the call: what is installed is looked up when the first layer needs it.
+    _flashinfer: NeededContract = field(
+        default_factory=lambda: NeededContract(lambda: installed_contract())
+    )
     _verified: int = 0
     #: Why b12x is not to be trusted in this process: a live check that failed.
     _condemned: str = ""
@@ -145,22 +148,13 @@ class Process:
 
     @property
     def contract(self) -> KernelContract:
-        """Of the installed FlashInfer, read from its files once.
-
-        Raises:
-            UnsupportedVersionError: FlashInfer is missing or not known.
-        """
-        if self._contract is None:
-            found = installed_contract()
-            if found is None:
-                raise UnsupportedVersionError("FlashInfer is not installed: b12x cannot run")
-            self._contract = found
-        return self._contract
+        """Of the installed FlashInfer; see :meth:`NeededContract.get` for what it raises."""
+        return self._flashinfer.get()
 
     @property
     def contract_version(self) -> str:
         """FlashInfer's version for reports."""
-        return self._contract.version if self._contract else "unknown"
+        return self._flashinfer.version
 
     def _repair(self, experts: Any, layer: Any, before: Originals) -> LayerOutcome:
         # With every layer checked, each one speaks for itself.
