@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from trtllm_b12x_fix import __version__
 from trtllm_b12x_fix.commands import COMMANDS
@@ -15,7 +16,9 @@ from trtllm_b12x_fix.report.text import printable
 EXIT_UNUSABLE = 2
 EXIT_INTERRUPTED = 130
 
-_EPILOG = "exit codes: 0 good, 1 a limit or finding, 2 input that cannot be used, 130 interrupted"
+EXIT_CODES = (
+    "exit codes: 0 good, 1 a limit or finding, 2 input that cannot be used, 130 interrupted"
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,26 +30,46 @@ def build_parser() -> argparse.ArgumentParser:
         "fix), status (what every process did), canary (does a served model answer right). "
         "Checkpoints: scan (which scales the shipped "
         "conversion destroys), check-layer (what that does to a layer's output).",
-        epilog=_EPILOG,
+        epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
-    for command in COMMANDS:
-        child = subparsers.add_parser(
-            command.NAME,
-            help=command.HELP,
-            description=command.__doc__,
-            epilog=_EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(child)
-        child.set_defaults(run=command.run)
+    add_commands(parser, COMMANDS)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code and never shows a traceback for bad input."""
-    parser = build_parser()
+    return run_command(build_parser(), argv, "trtllm-b12x-fix")
+
+
+def add_commands(parser: argparse.ArgumentParser, commands: Iterable[Any]) -> None:
+    """One subparser for each command module (NAME, HELP, ``add_arguments``, ``run``)."""
+    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
+    for command in commands:
+        says_its_own = "exit codes" in (command.__doc__ or "")
+        child = subparsers.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.__doc__,
+            epilog=None if says_its_own else EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(child)
+        child.set_defaults(run=command.run)
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    program: str,
+    show: Callable[[str], str] = printable,
+) -> int:
+    """Parse, call, exit code: 0 good, 1 a finding, 2 unusable input, 130 interrupted.
+
+    Args:
+        program: what messages open with.
+        show: makes an error's text harmless on a terminal.
+    """
     if argv is None:
         argv = sys.argv[1:]
     if not argv:
@@ -58,18 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except B12xFixError as error:
-        print(f"trtllm-b12x-fix: {printable(str(error))}", file=sys.stderr)
+        print(f"{program}: {show(str(error))}", file=sys.stderr)
         return EXIT_UNUSABLE
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        print(f"trtllm-b12x-fix: out of memory: {error}", file=sys.stderr)
+        print(f"{program}: out of memory: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
     except KeyboardInterrupt:
-        print(
-            "trtllm-b12x-fix: interrupted; unfinished reports were not written",
-            file=sys.stderr,
-        )
+        print(f"{program}: interrupted; unfinished reports were not written", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; Python would complain again at exit.
@@ -78,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # Standard output on a full disk: without this, exit code 1 would read as a finding.
         _discard_output()
-        print(f"trtllm-b12x-fix: {printable(str(error))}", file=sys.stderr)
+        print(f"{program}: {printable(str(error))}", file=sys.stderr)
         return EXIT_UNUSABLE
 
 
