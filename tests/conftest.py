@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 BLACKWELL = {(12, 0), (12, 1)}
 # Debian's name for the package, where it differs from the command's.
-DEBIAN_PACKAGES = {"bwrap": "bubblewrap"}
+DEBIAN_PACKAGES = {
+    "bwrap": "bubblewrap",
+    "/usr/include/x86_64-linux-gnu/asm/unistd_64.h": "linux-libc-dev",
+    "/usr/include/asm-generic/unistd.h": "linux-libc-dev",
+}
 
 # A shared machine's pauses are no fault of the code, hence no deadline; a red CI
 # run must be red again when repeated, hence the fixed seed there.
@@ -97,10 +101,10 @@ def oracle_dir() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def require_system() -> Callable[[str], str]:
-    """Call with a command's name; gives its path, or skips naming the Debian package."""
+    """Call with a command, or a file's path; gives its path, or skips naming the Debian package."""
 
     def require(command: str) -> str:
-        path = shutil.which(command)
+        path = shutil.which(command, mode=os.F_OK if "/" in command else os.F_OK | os.X_OK)
         if path is None:
             package = DEBIAN_PACKAGES.get(command, command)
             message = f"needs {command!r}: apt-get install {package}"

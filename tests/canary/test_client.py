@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -135,11 +134,9 @@ def test_no_such_host_is_not_waited_for():
 
 
 @pytest.fixture
-def certificate(tmp_path) -> Path:
+def certificate(tmp_path, require_system) -> Path:
     """A key and a certificate of 127.0.0.1, signed by itself, in one file."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs 'openssl' to make a certificate")
+    openssl = require_system("openssl")
     made = tmp_path / "both.pem"
     command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
