@@ -154,9 +154,9 @@ def _verdict(processes: Sequence[ProcessStatus], folder: Path) -> str:
     if not live:
         return (
             f"No live process has left a record in {folder}. A process leaves one when it imports "
-            f"TensorRT-LLM's MoE module; another TMPDIR, {LEDGER} or container has its own. One "
-            "that could not write has said so in its log (with --require-live this is exit code 1)."
-            + where
+            f"TensorRT-LLM's or vLLM's MoE module; another TMPDIR, {LEDGER} or container has its "
+            "own. One that could not write has said so in its log (with --require-live this is "
+            "exit code 1)." + where
         )
     unknown = sum(process.state is FixState.UNKNOWN for process in live)
     if unknown:
